@@ -1,0 +1,351 @@
+"""Configurations: frozen dataclasses that refuse nonsense, built strictly from plain parameters, with a stable hash.
+
+A run is its configuration, so the hash is an address: it must not move when a field is added later. A field that comes
+after a release is therefore declared with `later(default)`; it enters the hash only where it differs from its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+
+ROUTINGS = ("topk", "early", "hash")
+PREDICTORS = ("linear", "ranking")
+TARGETS = ("topk", "soft", "membership")
+GRADIENTS = ("input", "both")
+DTYPES = ("float32", "bfloat16")
+
+
+class ConfigError(ValueError):
+    """A parameter that cannot be used; the message says which, why, and what is possible."""
+
+
+def later(default):
+    """A field added after runs were published: omitted from the hash while it has its default."""
+    return field(default=default, metadata={"later": True})
+
+
+def _choice(name, value, allowed):
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
+
+
+def _at_least(name, value, least):
+    if not value >= least:
+        raise ConfigError(f"{name}={value!r} must be at least {least}")
+
+
+def _within(name, value, low, high):
+    if not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} must lie in {low}..{high}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The decoder: an OLMoE block of `num_layers` layers (DESIGN.md decision 1).
+
+    `routing`: "topk" chooses from the layer's own MoE input; "early" from the MoE input of layer max(l - early_by, 0)
+    (after Pre-gated MoE, arXiv 2308.12066); "hash" fixes the experts by token id (Hash Layers, arXiv 2106.04426).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    expert_size: int
+    num_experts: int
+    top_k: int
+    context: int
+    norm_topk_prob: bool = True
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    init_std: float = 0.02
+    routing: str = "topk"
+    early_by: int = 0
+
+    def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "expert_size", "num_experts", "context"):
+            _at_least(name, getattr(self, name), 1)
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"top_k={self.top_k} must lie in 1..num_experts={self.num_experts}")
+        if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
+            raise ConfigError(f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} times an even head size")
+        _choice("routing", self.routing, ROUTINGS)
+        if self.routing == "early":
+            _within("early_by", self.early_by, 1, self.num_layers - 1)
+        elif self.early_by:
+            raise ConfigError(f"early_by={self.early_by} needs routing='early', not {self.routing!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorConfig:
+    """Heads per (layer, horizon): "linear" (d -> E) or "ranking" (d -> d -> E, GELU, margin loss; arXiv 2511.10676)."""
+
+    kind: str = "linear"
+    horizons: tuple[int, ...] = (1, 2, 4)
+
+    def __post_init__(self):
+        _choice("predictor kind", self.kind, PREDICTORS)
+        if not self.horizons or any(h < 1 for h in self.horizons) or len(set(self.horizons)) != len(self.horizons):
+            raise ConfigError(f"horizons={self.horizons} must be distinct positive layer counts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """Weights and forms of the loss terms (METHOD.md, "Training objective").
+
+    `ramp_start`, `ramp_end`: fractions of training between which lambda_pred rises linearly from 0 to its value; equal
+    values at 0 mean no ramp. `gradient`: "input" reaches the backbone through the predictor's input alone; "both" also
+    through the target router (straight-through where the target is hard).
+    """
+
+    balance: float = 0.01
+    lambda_pred: float = 0.0
+    target: str = "topk"
+    gradient: str = "input"
+    ramp_start: float = 0.0
+    ramp_end: float = 0.0
+    lambda_sticky: float = 0.0
+    lambda_ent: float = 0.0
+
+    def __post_init__(self):
+        for name in ("balance", "lambda_pred", "lambda_sticky", "lambda_ent"):
+            _at_least(name, getattr(self, name), 0.0)
+        _choice("target", self.target, TARGETS)
+        _choice("gradient", self.gradient, GRADIENTS)
+        if not 0.0 <= self.ramp_start <= self.ramp_end <= 1.0:
+            raise ConfigError(f"ramp_start={self.ramp_start}, ramp_end={self.ramp_end} must satisfy 0 <= start <= end <= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which text, in which tokens, in which order; `heldout_tokens` and `dev_tokens` fix the two sets never trained on.
+
+    `corpus`: "offline" (pinned packages), "fineweb-edu" (hub), or "files:PATH[,PATH...]" (local .txt, .md, .jsonl).
+    """
+
+    corpus: str = "offline"
+    tokenizer: str = "bpe8k"
+    order_seed: int = 0
+    shuffle_buffer: int = 1000
+    heldout_tokens: int = 65_536
+    dev_tokens: int = 32_768
+
+    def __post_init__(self):
+        _at_least("shuffle_buffer", self.shuffle_buffer, 1)
+        _at_least("heldout_tokens", self.heldout_tokens, 1)
+        _at_least("dev_tokens", self.dev_tokens, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Optimisation. `batch_size` counts sequences of the model's context; `threads` is part of the run's identity, since
+    float addition is not associative: the same seed and thread count give the same bits."""
+
+    steps: int
+    batch_size: int
+    lr: float
+    warmup_steps: int
+    final_lr_fraction: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    predictor_lr_scale: float = 1.0
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int = 1
+    eval_every: int = 250
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "threads", "eval_every"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("warmup_steps", self.warmup_steps, 0)
+        if not self.lr > 0:
+            raise ConfigError(f"lr={self.lr!r} must be positive")
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("device", self.device.split(":")[0], ("cpu", "cuda"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PosthocConfig:
+    """Fresh predictors on a frozen backbone, trained on cached activations until a dev curve stops improving.
+
+    Every `eval_every` steps the mean dev hit@k is taken; an improvement below `min_gain` divides the learning rate by
+    4, and after `patience` such divisions the fit has converged. `max_steps` is a stop that is recorded, not a target.
+    """
+
+    tokens: int = 262_144
+    batch_tokens: int = 4096
+    lr: float = 3e-3
+    weight_decay: float = 0.0
+    eval_every: int = 100
+    min_gain: float = 5e-4
+    patience: int = 3
+    max_steps: int = 6000
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("tokens", "batch_tokens", "eval_every", "patience", "max_steps"):
+            _at_least(name, getattr(self, name), 1)
+        if not self.lr > 0:
+            raise ConfigError(f"lr={self.lr!r} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One trained model: the address of a run in the store.
+
+    `predictor` gives the horizons, and the heads trained with the backbone where lambda_pred > 0. Without that term the
+    predictor and the form of the term change nothing, so they do not enter the hash: there is one baseline per seed.
+    """
+
+    model: ModelConfig
+    train: TrainConfig
+    data: DataConfig = DataConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    predictor: PredictorConfig = PredictorConfig()
+
+    def __post_init__(self):
+        deepest = max(self.predictor.horizons)
+        if deepest >= self.model.num_layers:
+            raise ConfigError(f"horizons={self.predictor.horizons}: horizon {deepest} must be below num_layers={self.model.num_layers}")
+
+    @property
+    def hash(self) -> str:
+        if self.objective.lambda_pred:
+            return stable_hash(self)
+        plain = ObjectiveConfig()
+        unused = {name: getattr(plain, name) for name in ("target", "gradient", "ramp_start", "ramp_end")}
+        scale = dataclasses.replace(self.train, predictor_lr_scale=1.0)
+        objective = dataclasses.replace(self.objective, **unused)
+        return stable_hash(dataclasses.replace(self, train=scale, objective=objective, predictor=PredictorConfig()))
+
+
+def to_dict(config) -> dict:
+    """Nested plain dict of a configuration, tuples as lists: what JSON and YAML hold."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def stable_hash(config) -> str:
+    """12 hex digits of the SHA-256 of the canonical JSON; fields declared `later` count only where they differ."""
+
+    def canonical(value):
+        if dataclasses.is_dataclass(value):
+            return {
+                f.name: canonical(getattr(value, f.name))
+                for f in dataclasses.fields(value)
+                if not (f.metadata.get("later") and getattr(value, f.name) == f.default)
+            }
+        return list(value) if isinstance(value, tuple) else value
+
+    text = json.dumps({type(config).__name__: canonical(config)}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def build(cls, params: dict):
+    """Construct `cls` (a configuration) from nested plain values; unknown names and wrong types are refused.
+
+    An int is taken for a float, a list for a tuple; nothing else is converted, so the string "3e-4" is an error.
+    """
+    if not isinstance(params, dict):
+        raise ConfigError(f"{cls.__name__} is built from a mapping, not from {type(params).__name__}")
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(params) - set(hints))
+    if unknown:
+        raise ConfigError(f"unknown parameter {', '.join(unknown)} for {cls.__name__}; it has {', '.join(hints)}")
+    missing = [f.name for f in dataclasses.fields(cls) if f.name not in params and f.default is dataclasses.MISSING]
+    if missing:
+        raise ConfigError(f"{cls.__name__} lacks {', '.join(missing)}")
+    return cls(**{name: coerce(f"{cls.__name__}.{name}", value, hints[name]) for name, value in params.items()})
+
+
+def coerce(name: str, value, kind):
+    """`value` as `kind`, or a ConfigError that names it. int -> float and list -> tuple are the only conversions."""
+    if dataclasses.is_dataclass(kind):
+        return value if isinstance(value, kind) else build(kind, value)
+    origin = typing.get_origin(kind)
+    if origin is types.UnionType:
+        for option in typing.get_args(kind):
+            try:
+                return coerce(name, value, option)
+            except ConfigError:
+                continue
+        raise ConfigError(f"{name}={value!r} must be one of {kind}")
+    if kind is type(None) and value is None:
+        return None
+    if origin in (tuple, list) and isinstance(value, (list, tuple)):
+        item = typing.get_args(kind)[0]
+        return origin(coerce(f"{name}[{i}]", v, item) for i, v in enumerate(value))
+    if kind is float and type(value) is int:
+        return float(value)
+    if not origin and type(value) is kind:
+        return value
+    hint = " (YAML reads 3e-4 as text: write 3.0e-4)" if kind is float and isinstance(value, str) else ""
+    raise ConfigError(f"{name}={value!r} is {type(value).__name__}, not {getattr(kind, '__name__', kind)}{hint}")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A named size: the model, its training defaults and its predictor fit. `predmoe.config.tier` builds runs from it."""
+
+    model: ModelConfig
+    train: TrainConfig
+    data: DataConfig = DataConfig()
+    posthoc: PosthocConfig = PosthocConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+
+
+_RAMPED = ObjectiveConfig(ramp_start=0.1, ramp_end=0.5)
+_REFERENCE_TRAIN = TrainConfig(steps=6000, batch_size=8, lr=3e-4, warmup_steps=200, dtype="bfloat16", device="cuda")
+_REFERENCE_DATA = DataConfig(corpus="fineweb-edu", tokenizer="gpt2")
+
+TIERS = {
+    # A minute on two CPU cores: shows that every part works, says nothing about the question.
+    "smoke": Tier(
+        model=ModelConfig(vocab_size=8192, hidden_size=64, num_layers=6, num_heads=2, expert_size=64, num_experts=8, top_k=2, context=64),
+        train=TrainConfig(steps=120, batch_size=16, lr=2e-3, warmup_steps=20, predictor_lr_scale=5.0, eval_every=60),
+        data=DataConfig(heldout_tokens=8192, dev_tokens=4096),
+        posthoc=PosthocConfig(tokens=32_768, batch_tokens=1024, eval_every=50, max_steps=400, patience=2),
+        objective=_RAMPED,
+    ),
+    # Two CPU cores, minutes per run: the recipe of the committed report (docs in the README).
+    "cpu": Tier(
+        model=ModelConfig(vocab_size=8192, hidden_size=128, num_layers=8, num_heads=2, expert_size=128, num_experts=16, top_k=2, context=128),
+        train=TrainConfig(steps=1500, batch_size=16, lr=1e-3, warmup_steps=100, predictor_lr_scale=5.0),
+        objective=_RAMPED,
+    ),
+    # The reference's tiers B and A (METHOD.md). Its experts have two matrices, ours three (SwiGLU), so expert_size is
+    # two thirds of the reference's and the parameter counts agree within 5%.
+    "b": Tier(
+        model=ModelConfig(vocab_size=50257, hidden_size=384, num_layers=8, num_heads=6, expert_size=688, num_experts=8, top_k=2, context=512),
+        train=_REFERENCE_TRAIN, data=_REFERENCE_DATA, posthoc=PosthocConfig(tokens=524_288),
+    ),
+    "a": Tier(
+        model=ModelConfig(vocab_size=50257, hidden_size=512, num_layers=12, num_heads=8, expert_size=944, num_experts=16, top_k=2, context=512),
+        train=_REFERENCE_TRAIN, data=_REFERENCE_DATA, posthoc=PosthocConfig(tokens=524_288),
+    ),
+}
+
+
+def tier(name: str, *, seed: int | None = None, **sections) -> RunConfig:
+    """The run of tier `name`; `sections` (model, train, data, objective, predictor) are dicts of changed fields.
+
+    `seed` is the initialisation seed (train.seed). Raises ConfigError for an unknown tier, section, field or type.
+    """
+    _choice("tier", name, tuple(TIERS))
+    base = TIERS[name]
+    parts = {name: to_dict(getattr(base, name)) for name in ("model", "train", "data", "objective")}
+    parts["predictor"] = to_dict(PredictorConfig())
+    for section, changes in sections.items():
+        if section not in parts:
+            raise ConfigError(f"unknown section {section!r}; a run has {', '.join(parts)}")
+        parts[section] |= changes
+    if seed is not None:
+        parts["train"]["seed"] = seed
+    return build(RunConfig, parts)
