@@ -1,0 +1,120 @@
+"""The two places where a training step spends its time, as autograd functions: grouped experts and the chunked head.
+
+Both avoid what a straightforward autograd graph pays on any device: the experts never gather weights per token or build
+a tensor over all experts for a token, and the head never holds the logits of the whole batch.
+"""
+# N tokens, K chosen experts per token, M = N*K dispatched rows, D model width, F expert width, E experts, V vocabulary
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HEAD_CHUNK = 512  # rows of logits held at once
+
+
+def _segments(experts_NK: Tensor, num_experts: int):
+    """Rows sorted by expert: (order_M into the flattened choices, its inverse, [(expert, first row, end row)])."""
+    flat_M = experts_NK.reshape(-1)
+    order_M = torch.argsort(flat_M, stable=True)
+    inverse_M = torch.empty_like(order_M)
+    inverse_M[order_M] = torch.arange(order_M.numel(), device=order_M.device)
+    ends = torch.bincount(flat_M, minlength=num_experts).cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    return order_M, inverse_M, [(e, s, t) for e, (s, t) in enumerate(zip(starts, ends)) if t > s]
+
+
+class _GroupedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_ND, gates_NK, experts_NK, gate_up_EGD, down_EDF):
+        K = experts_NK.shape[1]
+        order_M, inverse_M, segments = _segments(experts_NK, gate_up_EGD.shape[0])
+        x_MD = x_ND.index_select(0, order_M // K)
+        pre_MG = x_MD.new_empty(x_MD.shape[0], gate_up_EGD.shape[1])
+        for e, s, t in segments:
+            torch.mm(x_MD[s:t], gate_up_EGD[e].t(), out=pre_MG[s:t])
+        gate_MF, up_MF = pre_MG.chunk(2, dim=1)
+        act_MF = F.silu(gate_MF).mul_(up_MF)
+        y_MD = torch.empty_like(x_MD)
+        for e, s, t in segments:
+            torch.mm(act_MF[s:t], down_EDF[e].t(), out=y_MD[s:t])
+        y_NKD = y_MD.index_select(0, inverse_M).view(*experts_NK.shape, -1)
+        ctx.save_for_backward(x_MD, gates_NK, order_M, inverse_M, pre_MG, act_MF, y_NKD, gate_up_EGD, down_EDF)
+        ctx.segments = segments
+        return torch.bmm(gates_NK.to(y_NKD.dtype).unsqueeze(1), y_NKD).squeeze(1)
+
+    @staticmethod
+    def backward(ctx, grad_ND):
+        x_MD, gates_NK, order_M, inverse_M, pre_MG, act_MF, y_NKD, gate_up_EGD, down_EDF = ctx.saved_tensors
+        N, K = gates_NK.shape
+        grad_gates_NK = torch.bmm(y_NKD, grad_ND.unsqueeze(2)).squeeze(2).to(gates_NK.dtype)
+        gates_M1 = gates_NK.reshape(-1).index_select(0, order_M).to(grad_ND.dtype).unsqueeze(1)
+        dy_MD = grad_ND.index_select(0, order_M // K).mul_(gates_M1)
+        d_down_EDF = torch.zeros_like(down_EDF)
+        d_gate_up_EGD = torch.zeros_like(gate_up_EGD)
+        d_act_MF = torch.empty_like(act_MF)
+        for e, s, t in ctx.segments:
+            torch.mm(dy_MD[s:t].t(), act_MF[s:t], out=d_down_EDF[e])
+            torch.mm(dy_MD[s:t], down_EDF[e], out=d_act_MF[s:t])
+        gate_MF, up_MF = pre_MG.chunk(2, dim=1)
+        d_pre_MG = torch.empty_like(pre_MG)
+        d_gate_MF, d_up_MF = d_pre_MG.chunk(2, dim=1)
+        torch.mul(d_act_MF, F.silu(gate_MF), out=d_up_MF)
+        d_gate_MF.copy_(torch.ops.aten.silu_backward(d_act_MF.mul_(up_MF), gate_MF))
+        dx_MD = dy_MD  # no longer needed: reuse its memory
+        for e, s, t in ctx.segments:
+            torch.mm(d_pre_MG[s:t].t(), x_MD[s:t], out=d_gate_up_EGD[e])
+            torch.mm(d_pre_MG[s:t], gate_up_EGD[e], out=dx_MD[s:t])
+        dx_ND = dx_MD.index_select(0, inverse_M).view(N, K, -1).sum(1)
+        return dx_ND, grad_gates_NK, None, d_gate_up_EGD, d_down_EDF
+
+
+def grouped_experts(x_ND: Tensor, gates_NK: Tensor, experts_NK: Tensor, gate_up_EGD: Tensor, down_EDF: Tensor) -> Tensor:
+    """sum_k gates[n,k] * SwiGLU_{experts[n,k]}(x[n]), shape (N, D).
+
+    gate_up_EGD (E, 2F, D) stacks gate and up projections, down_EDF is (E, D, F). Tokens are grouped by expert, one
+    matrix product per expert and projection; a token's experts must be distinct. Deterministic: no scatter-add.
+    """
+    return _GroupedExperts.apply(x_ND, gates_NK, experts_NK, gate_up_EGD, down_EDF)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h_ND, weight_VD, targets_N):
+        N = h_ND.shape[0]
+        wanted = any(ctx.needs_input_grad[:2])
+        losses_N = h_ND.new_empty(N, dtype=torch.float32)
+        dh_ND = torch.empty_like(h_ND) if wanted else None
+        dw_VD = torch.zeros_like(weight_VD) if wanted else None
+        for s in range(0, N, HEAD_CHUNK):
+            rows = slice(s, s + HEAD_CHUNK)
+            logits = (h_ND[rows] @ weight_VD.t()).float()
+            target = targets_N[rows].unsqueeze(1)
+            high = logits.amax(dim=1, keepdim=True)
+            wanted_logit = logits.gather(1, target)
+            exp = logits.sub_(high).exp_()
+            total = exp.sum(dim=1, keepdim=True)
+            losses_N[rows] = (total.log() + high - wanted_logit).squeeze(1)
+            if wanted:
+                grad = exp.div_(total * N)
+                grad.scatter_add_(1, target, torch.full_like(total, -1.0 / N))
+                grad = grad.to(h_ND.dtype)
+                torch.mm(grad, weight_VD, out=dh_ND[rows])
+                dw_VD.addmm_(grad.t(), h_ND[rows])
+        ctx.save_for_backward(dh_ND, dw_VD)
+        ctx.mark_non_differentiable(losses_N)
+        return losses_N.mean(), losses_N
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        dh_ND, dw_VD = ctx.saved_tensors
+        return dh_ND * grad, dw_VD * grad, None
+
+
+def head_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy in nats of softmax(h @ weight.T) against `targets_N`, and each token's loss (no gradient).
+
+    Logits exist for HEAD_CHUNK rows at a time, in float32; gradients are formed in the same pass.
+    """
+    return _HeadLoss.apply(h_ND, weight_VD, targets_N)

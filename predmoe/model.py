@@ -1,0 +1,346 @@
+"""The MoE decoder: an OLMoE block (RMSNorm, RoPE, QK-norm, SwiGLU experts, softmax top-k router, untied embeddings).
+
+`MoEModel.forward` returns the loss or the logits and one `Routing` record per layer. Checkpoints are OLMoE checkpoints.
+"""
+# B batch, T time, N = B*T tokens, D model width, F expert width, E experts, K chosen, H heads, L layers, V vocabulary
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from predmoe.config import ConfigError, ModelConfig, build, to_dict
+from predmoe.kernels import grouped_experts, head_loss
+
+
+class Routing(NamedTuple):
+    """What one layer decided for N tokens: everything predictor, losses, diagnostics and traces need."""
+
+    hidden_ND: Tensor  # MoE input, after its norm: where predictors read
+    logits_NE: Tensor  # router logits, float32
+    experts_NK: Tensor  # chosen experts, best first; equal probabilities go to the lower id
+    gates_NK: Tensor  # their weights, float32
+
+
+@dataclass
+class Output:
+    loss: Tensor | None  # mean next-token cross-entropy, nats; None without targets
+    losses_BT: Tensor | None  # each token's loss
+    logits_BTV: Tensor | None  # None where targets were given: the batch's logits are then never held
+    routing: list[Routing]
+
+
+def top_k(scores_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row and their ids, largest first, equal scores by lower id (torch.topk leaves ties open).
+
+    Raises ValueError where a score is NaN: a NaN has no rank, and no expert may be chosen by accident.
+    """
+    if torch.isnan(scores_NE).any():
+        row = int(torch.isnan(scores_NE).any(1).nonzero()[0])
+        raise ValueError(f"router scores of token {row} are NaN: no expert can be chosen")
+    if k > 4:
+        values, ids = scores_NE.sort(dim=1, descending=True, stable=True)
+        return values[:, :k], ids[:, :k]
+    rest = scores_NE.detach().clone()
+    ids = []
+    for _ in range(k):  # argmax returns the first of equal maxima; for small k far cheaper than a stable sort
+        ids.append(rest.argmax(dim=1, keepdim=True))
+        rest.scatter_(1, ids[-1], float("-inf"))
+    ids_NK = torch.cat(ids, dim=1)
+    return scores_NE.gather(1, ids_NK), ids_NK
+
+
+def rotary(context: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, each (context, head_size), of the rotate-half convention."""
+    inverse = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+    angle = torch.outer(torch.arange(context, dtype=torch.float32), inverse).repeat(1, 2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BHTC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_BHTC.chunk(2, dim=-1)
+    return x_BHTC * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D = config.hidden_size
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.out = nn.Linear(D, D, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, D = x_BTD.shape
+        q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
+        q, k, v = (z.view(B, T, self.num_heads, -1).transpose(1, 2) for z in (self.q_norm(q), self.k_norm(k), v))
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
+
+
+class Experts(nn.Module):
+    """All experts of a layer, stacked as transformers stacks them: gate_up (E, 2F, D), down (E, D, F)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        E, D, F_ = config.num_experts, config.hidden_size, config.expert_size
+        self.gate_up = nn.Parameter(torch.empty(E, 2 * F_, D))
+        self.down = nn.Parameter(torch.empty(E, D, F_))
+
+    def forward(self, x_ND: Tensor, gates_NK: Tensor, experts_NK: Tensor) -> Tensor:
+        return grouped_experts(x_ND, gates_NK, experts_NK, self.gate_up.to(x_ND.dtype), self.down.to(x_ND.dtype))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.config = config
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention = Attention(config)
+        self.moe_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        if config.routing == "hash":
+            generator = torch.Generator().manual_seed(index)
+            order = torch.rand(config.vocab_size, config.num_experts, generator=generator).argsort(dim=1)
+            self.register_buffer("hash_VK", order[:, : config.top_k].contiguous(), persistent=False)
+
+    def route(self, source_ND: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Router logits (float32), chosen experts and their gate weights, from the MoE input `source_ND`."""
+        with torch.autocast(source_ND.device.type, enabled=False):
+            logits_NE = F.linear(source_ND.float(), self.router.weight.float())
+            probs_NE = logits_NE.softmax(dim=-1)
+            if self.config.routing == "hash":
+                experts_NK = self.hash_VK[tokens_N]
+                gates_NK = probs_NE.gather(1, experts_NK)
+            else:
+                gates_NK, experts_NK = top_k(probs_NE, self.config.top_k)
+            if self.config.norm_topk_prob:
+                gates_NK = gates_NK / gates_NK.sum(dim=1, keepdim=True)
+        return logits_NE, experts_NK, gates_NK
+
+
+class MoEModel(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        cos, sin = rotary(config.context, config.hidden_size // config.num_heads, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def initialise(self, seed: int) -> MoEModel:
+        """Every matrix normal(0, init_std) in the order of their names, norms at one; the same on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in sorted(self.named_parameters()):
+            if parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                draw = torch.empty(parameter.shape).normal_(0.0, self.config.init_std, generator=generator)
+                parameter.data.copy_(draw)
+        return self
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
+        """Loss (with targets) or logits, and one Routing record per layer; tokens beyond the context are refused."""
+        B, T = tokens_BT.shape
+        if T > self.config.context:
+            raise ValueError(f"{T} tokens exceed the model's context of {self.config.context}")
+        tokens_N = tokens_BT.reshape(-1)
+        cos, sin = self.cos[:T], self.sin[:T]
+        x_BTD = self.embed(tokens_BT)
+        routing: list[Routing] = []
+        early = self.config.early_by if self.config.routing == "early" else 0
+        for i, layer in enumerate(self.layers):
+            x_BTD = x_BTD + layer.attention(layer.attention_norm(x_BTD), cos, sin)
+            m_ND = layer.moe_norm(x_BTD).reshape(B * T, -1)
+            source_ND = routing[max(i - early, 0)].hidden_ND if early and i else m_ND
+            logits_NE, experts_NK, gates_NK = layer.route(source_ND, tokens_N)
+            routing.append(Routing(m_ND, logits_NE, experts_NK, gates_NK))
+            x_BTD = x_BTD + layer.experts(m_ND, gates_NK, experts_NK).view(B, T, -1)
+        h_BTD = self.norm(x_BTD)
+        if targets_BT is None:
+            return Output(None, None, self.head(h_BTD), routing)
+        loss, losses_N = head_loss(h_BTD.reshape(B * T, -1), self.head.weight.to(h_BTD.dtype), targets_BT.reshape(-1))
+        return Output(loss, losses_N.view(B, T), None, routing)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+
+def count_parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters in all and active per token (all but the unchosen experts), without building the model."""
+    with torch.device("meta"):
+        model = MoEModel(config)
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for layer in model.layers for p in layer.experts.parameters())
+    return {"total": total, "active": total - experts * (config.num_experts - config.top_k) // config.num_experts}
+
+
+# --- OLMoE checkpoints: config.json and model.safetensors with one entry per expert and projection --------------------
+
+_PLAIN = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "moe_norm.weight": "post_attention_layernorm.weight",
+    "router.weight": "mlp.gate.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+}
+_TOP = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+
+
+def to_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Our state dict under OLMoE's names, one tensor per expert and projection."""
+    out = {theirs: state[ours] for ours, theirs in _TOP.items()}
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+        out |= {theirs + b: state[ours + a] for a, b in _PLAIN.items()}
+        for name, part in zip("qkv", state[ours + "attention.qkv.weight"].chunk(3)):
+            out[f"{theirs}self_attn.{name}_proj.weight"] = part
+        gate_up, down = state[ours + "experts.gate_up"], state[ours + "experts.down"]
+        for e in range(config.num_experts):
+            gate, up = gate_up[e].chunk(2)
+            for name, part in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[e])):
+                out[f"{theirs}mlp.experts.{e}.{name}.weight"] = part
+    return {name: tensor.detach().contiguous() for name, tensor in out.items()}
+
+
+def from_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse of `to_olmoe`; a missing entry is a ConfigError that names it."""
+
+    def get(name):
+        if name not in state:
+            raise ConfigError(f"the checkpoint has no {name}: it is not an OLMoE checkpoint of {config.num_layers} layers and {config.num_experts} experts")
+        return state[name]
+
+    out = {ours: get(theirs) for ours, theirs in _TOP.items()}
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+        out |= {ours + a: get(theirs + b) for a, b in _PLAIN.items()}
+        out[ours + "attention.qkv.weight"] = torch.cat([get(f"{theirs}self_attn.{n}_proj.weight") for n in "qkv"])
+        expert = lambda e, n: get(f"{theirs}mlp.experts.{e}.{n}_proj.weight")  # noqa: E731
+        out[ours + "experts.gate_up"] = torch.stack([torch.cat([expert(e, "gate"), expert(e, "up")]) for e in range(config.num_experts)])
+        out[ours + "experts.down"] = torch.stack([expert(e, "down") for e in range(config.num_experts)])
+    return out
+
+
+def olmoe_config(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dict:
+    """config.json of a checkpoint. A model whose routing OLMoE does not know gets a model_type that it will not load."""
+    return {
+        "architectures": ["OlmoeForCausalLM"] if config.routing == "topk" else ["PredmoeForCausalLM"],
+        "model_type": "olmoe" if config.routing == "topk" else f"predmoe_{config.routing}",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.expert_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_heads,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.top_k,
+        "norm_topk_prob": config.norm_topk_prob,
+        "max_position_embeddings": config.context,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.init_std,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "clip_qkv": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": config.vocab_size - 1,
+        "pad_token_id": None,
+        "dtype": str(dtype).removeprefix("torch."),
+        "predmoe": {"routing": config.routing, "early_by": config.early_by},
+    }
+
+
+def model_config(olmoe: dict, source: str = "config.json") -> ModelConfig:
+    """ModelConfig of an OLMoE config.json; anything that this decoder does not compute is refused by name."""
+    ours = olmoe.get("predmoe", {"routing": "topk", "early_by": 0})
+    expected = "olmoe" if ours["routing"] == "topk" else f"predmoe_{ours['routing']}"
+    if olmoe.get("model_type") != expected:
+        raise ConfigError(f"{source}: model_type={olmoe.get('model_type')!r} is not an OLMoE checkpoint")
+    fixed = {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None, "tie_word_embeddings": False}
+    for name, value in fixed.items():
+        if olmoe.get(name, value) != value:
+            raise ConfigError(f"{source}: {name}={olmoe[name]!r} is not supported, only {value!r}")
+    if olmoe.get("num_key_value_heads") not in (None, olmoe["num_attention_heads"]):
+        raise ConfigError(f"{source}: grouped key-value heads are not supported")
+    rope = olmoe.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default" or olmoe.get("rope_scaling"):
+        raise ConfigError(f"{source}: scaled rotary embeddings are not supported")
+    return build(ModelConfig, {
+        "vocab_size": olmoe["vocab_size"],
+        "hidden_size": olmoe["hidden_size"],
+        "num_layers": olmoe["num_hidden_layers"],
+        "num_heads": olmoe["num_attention_heads"],
+        "expert_size": olmoe["intermediate_size"],
+        "num_experts": olmoe["num_experts"],
+        "top_k": olmoe["num_experts_per_tok"],
+        "context": olmoe["max_position_embeddings"],
+        "norm_topk_prob": olmoe["norm_topk_prob"],
+        "rope_theta": float(rope.get("rope_theta", olmoe.get("rope_theta", 10000.0))),
+        "rms_norm_eps": olmoe["rms_norm_eps"],
+        "init_std": olmoe.get("initializer_range", 0.02),
+        **ours,
+    })
+
+
+def save_checkpoint(model: MoEModel, folder: str | Path) -> Path:
+    """Write an OLMoE checkpoint that transformers and other engines load. Each file is written aside, then renamed."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: p.detach().cpu() for name, p in model.state_dict().items()}
+    weights = folder / "model.safetensors"
+    partial = weights.with_suffix(".partial")
+    save_file(to_olmoe(state, model.config), partial, metadata={"format": "pt"})
+    partial.rename(weights)
+    partial = folder / "config.partial"
+    partial.write_text(json.dumps(olmoe_config(model.config), indent=2) + "\n")
+    partial.rename(folder / "config.json")
+    return folder
+
+
+def load_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> MoEModel:
+    """The model in an OLMoE folder (one safetensors file or shards with an index).
+
+    Raises ConfigError where files are missing, the format is another, or `expected` differs from what is stored.
+    """
+    folder = Path(folder)
+    source = folder / "config.json"
+    if not source.is_file():
+        raise ConfigError(f"{folder} holds no config.json: it is not a checkpoint")
+    config = model_config(json.loads(source.read_text()), str(source))
+    if expected is not None and config != expected:
+        a, b = to_dict(config), to_dict(expected)
+        differing = ", ".join(f"{n}={a[n]} (wanted {b[n]})" for n in a if a[n] != b[n])
+        raise ConfigError(f"{folder} is a checkpoint of another shape: {differing}")
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    state: dict[str, Tensor] = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete")
+        state |= load_file(folder / name)
+    model = MoEModel(config)
+    ours = {name: tensor.float() for name, tensor in from_olmoe(state, config).items()}
+    for name, parameter in model.state_dict().items():
+        if ours[name].shape != parameter.shape:
+            raise ConfigError(f"{folder}: {name} is {tuple(ours[name].shape)}, config.json says {tuple(parameter.shape)}")
+    model.load_state_dict(ours)
+    return model
