@@ -1,0 +1,70 @@
+"""pyproject.toml, requirements.lock and environment.yml say the same, and the environment at hand is what they say."""
+
+import re
+import tomllib
+from importlib import metadata
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from predmoe import paths
+
+PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+ASKED = [Requirement(text) for text in PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"] + sum(EXTRAS.values(), [])]
+CORPORA = {canonicalize_name(Requirement(text).name) for text in EXTRAS["corpus"]}
+PINS = [line for line in (paths.ROOT / "requirements.lock").read_text().splitlines() if line and not line.startswith("#")]
+LOCK = {canonicalize_name(name): version for name, version in (pin.split("==") for pin in PINS)}
+
+
+def test_the_lock_pins_exact_versions_only():
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in PINS)
+    assert len(LOCK) == len(PINS), "a package is pinned twice"
+    assert LOCK["torch"] == "2.13.0"
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_every_dependency_is_locked_at_a_version_it_allows(asked):
+    assert asked.specifier.contains(LOCK[canonicalize_name(asked.name)])
+
+
+def test_the_lock_has_nothing_that_nobody_asked_for():
+    reached, open_ = set(), [(canonicalize_name(r.name), tuple(r.extras)) for r in ASKED]
+    while open_:
+        name, extras = item = open_.pop()
+        if item in reached:
+            continue
+        reached.add(item)
+        if name not in CORPORA:
+            open_ += [(canonicalize_name(r.name), tuple(r.extras)) for r in needs(name, extras) if canonicalize_name(r.name) in LOCK]
+    assert set(LOCK) - {name for name, _ in reached} == set()
+
+
+def test_what_is_installed_equals_the_lock():
+    differing = {name: (version, metadata.version(name)) for name, version in LOCK.items() if Version(metadata.version(name)).public != version}
+    assert differing == {}
+
+
+@pytest.mark.parametrize("name", sorted(set(LOCK) - CORPORA))
+def test_no_dependency_is_missing_or_too_old(name):
+    for needed in needs(name):
+        assert needed.specifier.contains(metadata.version(needed.name), prereleases=True), f"{name} needs {needed}"
+
+
+def test_conda_users_get_the_same_pins():
+    environment = yaml.safe_load((paths.ROOT / "environment.yml").read_text())
+    conda = [item for item in environment["dependencies"] if isinstance(item, str)]
+    (pip,) = [item["pip"] for item in environment["dependencies"] if isinstance(item, dict)]
+    assert pip == ["-r requirements.lock", "-e ."]
+    assert {item.split("=")[0] for item in conda} == {"python", "make", "pip"}
+    (python,) = [item.split("=")[1] for item in conda if item.startswith("python")]
+    assert PROJECT["project"]["requires-python"] == f">={python}"
+
+
+def needs(name, extras=()):
+    """What an installed package requires here, with these extras."""
+    required = [Requirement(text) for text in metadata.requires(name) or []]
+    return [r for r in required if not r.marker or any(r.marker.evaluate({"extra": extra}) for extra in ("", *extras))]
