@@ -59,7 +59,7 @@ def corpus(spec: str) -> Corpus:
     if name == "fineweb-edu":
         if rest and not (rest.isdecimal() and int(rest)):
             raise ConfigError(f"corpus={spec!r}: what follows the colon must be a number of documents, as in fineweb-edu:40000")
-        return FinewebEdu(documents=int(rest)) if rest else FinewebEdu()
+        return FinewebEdu(int(rest)) if rest else FinewebEdu()
     if name == "files":
         paths = tuple(Path(part) for part in rest.split(",") if part)
         if not paths:
@@ -130,14 +130,17 @@ def _packaged(requirement: str, pattern: str) -> list[Path]:
 def _read(path: Path) -> str:
     """The text of a UTF-8 file with line ends as "\\n". Raises ConfigError with the byte offset of the first fault."""
     try:
-        raw = path.read_bytes()
+        return _decode(path.read_bytes(), path).replace("\r\n", "\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _decode(raw: bytes, path: Path, offset: int = 0) -> str:
+    """`raw`, the bytes of `path` from `offset` on, as text."""
     try:
-        text = raw.decode()
+        return raw.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; convert it, for example with iconv") from None
-    return text.replace("\r\n", "\n")
+        raise ConfigError(f"{path} is not UTF-8: byte {raw[error.start]:#04x} at offset {offset + error.start}; convert it, for example with iconv") from None
 
 
 def _speeches() -> Iterator[Document]:
@@ -201,76 +204,91 @@ def _code() -> Iterator[Document]:
 # -------------------------------------------------------------------------------------------------- hub, local files
 
 
-@dataclass(frozen=True)
 class FinewebEdu:
-    """The first `documents` of FineWeb-Edu's sample-10BT, streamed; the default holds about 40M GPT-2 tokens."""
+    """The first `count` documents of FineWeb-Edu's sample-10BT, streamed; the default holds about 40M GPT-2 tokens.
 
-    documents_wanted: int = 40_000
+    The hub cannot be hashed, so the key is the name and the count; the hash of the encoded tokens tells versions apart.
+    """
+
     name = "fineweb-edu"
     sources = (Source(domain="web", origin="HuggingFaceFW/fineweb-edu, sample-10BT", licence="ODC-By 1.0"),)
 
-    def __init__(self, documents: int = 40_000):
-        object.__setattr__(self, "documents_wanted", documents)
+    def __init__(self, count: int = 40_000):
+        self.count = count
 
     def documents(self) -> Iterator[Document]:
-        import datasets  # slow to import, and needed here only
+        import datasets  # these two are slow to import, and needed here only
+        import httpx
 
         try:
             stream = datasets.load_dataset("HuggingFaceFW/fineweb-edu", "sample-10BT", split="train", streaming=True)
-            for row in islice(stream, self.documents_wanted):
+            for row in islice(stream, self.count):
                 yield Document("web", row["id"], row["text"].strip())
-        except (OSError, RuntimeError) as error:  # what datasets raises for a hub that cannot be reached
+        except (OSError, httpx.HTTPError) as error:
             raise ConfigError(
-                f"fineweb-edu cannot be read from the Hugging Face hub ({type(error).__name__}); connect to the network "
-                "(or set HF_ENDPOINT to a mirror), or use corpus='offline' or 'files:PATH'"
-            ) from None
+                f"corpus='fineweb-edu' cannot be read from the Hugging Face hub ({type(error).__name__}); connect to the "
+                "network, or use corpus='offline' or corpus='files:PATH'"
+            ) from error
 
     def key(self) -> str:
-        return hashlib.sha256(f"HuggingFaceFW/fineweb-edu sample-10BT {self.documents_wanted}".encode()).hexdigest()
+        return hashlib.sha256(f"HuggingFaceFW/fineweb-edu sample-10BT {self.count}".encode()).hexdigest()
 
 
-@dataclass(frozen=True)
 class LocalFiles:
     """Local text: .txt and .md are a document each, .jsonl a document a line ({"text": ..., optional "domain"}).
 
     A directory is walked in sorted order and gives its name as domain; files named one by one are of domain "text".
     """
 
-    paths: tuple[Path, ...]
     name = "files"
     sources = (Source(domain="text", origin="local files", licence="the user's own"),)
+    suffixes = (".txt", ".md", ".jsonl")
+
+    def __init__(self, paths: tuple[Path, ...]):
+        self.paths = paths
 
     def documents(self) -> Iterator[Document]:
-        for number, root in enumerate(self.paths):
-            if not root.exists():
-                raise ConfigError(f"corpus file {root} does not exist")
-            if root.is_dir():
-                domain, files = root.resolve().name, sorted(p for p in root.rglob("*") if p.suffix in (".txt", ".md", ".jsonl") and p.is_file())
-            elif root.suffix in (".txt", ".md", ".jsonl"):
-                domain, files = "text", [root]
+        for number, path in enumerate(self.paths):
+            if path.is_dir():
+                for file in sorted(path.rglob("*")):
+                    if file.suffix in self.suffixes and file.is_file():
+                        yield from _file(file, path.resolve().name, f"{number}/{file.relative_to(path).as_posix()}")
+            elif not path.exists():
+                raise ConfigError(f"corpus 'files': {path} does not exist")
+            elif path.suffix not in self.suffixes:
+                raise ConfigError(f"corpus 'files': {path} is neither a directory nor one of {', '.join(self.suffixes)}")
             else:
-                raise ConfigError(f"corpus file {root} is neither .txt, .md nor .jsonl, nor a directory")
-            for path in files:
-                name = f"{number}/{path.relative_to(root) if root.is_dir() else path.name}"
-                if path.suffix == ".jsonl":
-                    yield from _json_lines(path, domain, name)
-                else:
-                    yield Document(domain, name, _read(path).strip())
+                yield from _file(path, "text", f"{number}/{path.name}")
 
     def key(self) -> str:
         return contents_key(self.documents())
 
 
+def _file(path: Path, domain: str, name: str) -> Iterator[Document]:
+    if path.suffix == ".jsonl":
+        yield from _json_lines(path, domain, name)
+    else:
+        yield Document(domain, name, _read(path).strip())
+
+
 def _json_lines(path: Path, domain: str, name: str) -> Iterator[Document]:
-    for number, line in enumerate(_read(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise ConfigError(f'{path}, line {number}: must be an object with a string "text"')
-        if not isinstance(row.get("domain", ""), str):
-            raise ConfigError(f'{path}, line {number}: "domain" must be a string')
-        yield Document(row.get("domain", domain), f"{name}:{number}", row["text"].strip())
+    offset = 0
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = _decode(raw, path, offset)
+            offset += len(raw)
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
+            if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+                raise ConfigError(f'{path}, line {number}: must be an object with a string "text"')
+            if not isinstance(row.get("domain", ""), str):
+                raise ConfigError(f'{path}, line {number}: "domain" must be a string')
+            try:
+                f"{row['text']}{row.get('domain')}".encode()
+            except UnicodeEncodeError:  # JSON can write half of a surrogate pair
+                raise ConfigError(f'{path}, line {number}: holds a lone surrogate, which is no character') from None
+            yield Document(row.get("domain", domain), f"{name}:{number}", row["text"].strip())

@@ -7,10 +7,12 @@ and of the sizes asked for: whole documents, stratified by domain, chosen by a h
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -22,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tiktoken.load import load_tiktoken_bpe
 
 from predmoe.config import ConfigError, DataConfig
 from predmoe.corpora import Corpus, Document, corpus
@@ -31,6 +32,7 @@ from predmoe.corpora import Corpus, Document, corpus
 
 FORMAT = 1  # of the cache folder; a change makes old folders unknown
 ENDOFTEXT = "<|endoftext|>"
+LONGEST_SPACE = 100_000  # tiktoken's pattern engine gives up on runs several times as long
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
@@ -58,7 +60,7 @@ class Tokenizer:
         return self.encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self.encoding.encode_ordinary_batch(texts, num_threads=len(os.sched_getaffinity(0)))
+        return self.encoding.encode_ordinary_batch(texts, num_threads=min(os.cpu_count() or 1, 8))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.encoding.decode([int(i) for i in ids])
@@ -71,8 +73,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises ConfigError for an unknown name, and where GPT-2's files cannot be had.
     """
     if name == "bpe8k":
-        with resources.as_file(resources.files("predmoe") / "assets" / "bpe8k.tiktoken") as path:
-            ranks = load_tiktoken_bpe(str(path))
+        # Not by tiktoken's own loader: it keeps a copy by path, and so would miss a change of the file.
+        lines = (resources.files("predmoe") / "assets" / "bpe8k.tiktoken").read_bytes().split(b"\n")
+        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
         encoding = tiktoken.Encoding(name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={ENDOFTEXT: len(ranks)})
     elif name == "gpt2":
         try:
@@ -184,7 +187,7 @@ def prepare(config: DataConfig, *, cache: Path | None = None) -> Tokens:
     address = hashlib.sha256(f"{FORMAT} {source.key()} {tokenizer.hash}".encode()).hexdigest()[:16]
     folder = cache / "tokens" / f"{source.name}-{tokenizer.name}-{address}"
     if not folder.is_dir():
-        _encode(source, tokenizer, folder)
+        _encode(config, source, tokenizer, folder)
     meta = json.loads((folder / "meta.json").read_text())
     with np.load(folder / "documents.npz") as table:
         offsets, domain, lot = table["offsets"], table["domain"], table["lot"]
@@ -199,10 +202,10 @@ def prepare(config: DataConfig, *, cache: Path | None = None) -> Tokens:
     )
 
 
-def _encode(source: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
+def _encode(config: DataConfig, source: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokens.bin, documents.npz, names.json and meta.json into `folder`, which appears complete or not at all."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    progress = _Progress(f"encoding {source.name} with {tokenizer.name}")
+    progress = _Progress(f"encoding {config.corpus} with {config.tokenizer}")
     names, domains, lots, encoded = [], [], [], []
     for batch in _batches(_distinct(source.documents())):
         for document, ids in zip(batch, tokenizer.encode_batch([document.text for document in batch])):
@@ -213,7 +216,7 @@ def _encode(source: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
         progress.add(len(batch), sum(len(ids) for ids in encoded[-len(batch) :]))
     progress.close()
     if not encoded:
-        raise ConfigError(f"corpus {source.name!r} has no text: every document is empty, or there is none")
+        raise ConfigError(f"corpus={config.corpus!r} has no text: every document is empty, or there is none")
     # One half of the lot orders the file, the other draws the split, so that the two are independent.
     order = sorted(range(len(lots)), key=lots.__getitem__)
     kinds = sorted(set(domains))
@@ -236,7 +239,7 @@ def _encode(source: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
                 file.write(raw)
         np.savez(temporary / "documents.npz", **table)
         (temporary / "names.json").write_text(json.dumps([names[i] for i in order]))
-        meta = {"corpus": source.name, "tokenizer": tokenizer.name, "dtype": dtype.str, "domains": kinds, "hash": digest.hexdigest()}
+        meta = {"corpus": config.corpus, "tokenizer": config.tokenizer, "dtype": dtype.str, "domains": kinds, "hash": digest.hexdigest()}
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         temporary.chmod(0o755)  # mkdtemp's folders are private, a cache on a shared disk is not
         os.rename(temporary, folder)
@@ -249,9 +252,11 @@ def _encode(source: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _distinct(documents: Iterator[Document]) -> Iterator[Document]:
-    """Without empty documents and without those whose text has come before."""
+    """Without empty documents and without those whose text has come before; what cannot be encoded is refused."""
     seen = set()
     for document in documents:
+        if len(document.text) > LONGEST_SPACE and re.search(rf"\s{{{LONGEST_SPACE}}}", document.text):
+            raise ConfigError(f"document {document.name!r} has a run of over {LONGEST_SPACE:,} white-space characters, which tiktoken cannot split; shorten it")
         mark = hashlib.sha256(document.text.encode()).digest()[:16]
         if document.text and mark not in seen:
             seen.add(mark)
@@ -302,14 +307,14 @@ def _split(config: DataConfig, lengths: np.ndarray, domain: np.ndarray, lot: np.
     total, wanted = int(lengths.sum()), config.heldout_tokens + config.dev_tokens
     advice = "use a larger corpus, or lower heldout_tokens and dev_tokens"
     if 2 * wanted > total:
-        raise ConfigError(f"corpus {config.corpus!r} has {total} tokens, but heldout_tokens + dev_tokens = {wanted} is more than half of them; {advice}")
+        raise ConfigError(f"corpus={config.corpus!r} has {total} tokens, but heldout_tokens + dev_tokens = {wanted} is more than half of them; {advice}")
     chosen: dict[str, list[np.ndarray]] = {"heldout": [], "dev": []}
     for index, name in enumerate(domains):
         members = np.flatnonzero(domain == index)
         share = lengths[members].sum() / total
         free = members[np.argsort(lot[members], kind="stable")]
         if len(free) < 3:
-            raise ConfigError(f"domain {name!r} of corpus {config.corpus!r} has {len(free)} documents; held-out, dev and training sets need one each: {advice}")
+            raise ConfigError(f"domain {name!r} of corpus={config.corpus!r} has {len(free)} documents; held-out, dev and training sets need one each: {advice}")
         for part, size in (("heldout", config.heldout_tokens), ("dev", config.dev_tokens)):
             quota = int(np.ceil((size + 1) * share))  # one more: the last window's last target
             bound = max(quota / 4, np.quantile(lengths[members], 0.1))
@@ -319,7 +324,7 @@ def _split(config: DataConfig, lengths: np.ndarray, domain: np.ndarray, lot: np.
             taken = queue[:count]
             free = free[~np.isin(free, taken)]
             if count > len(queue) or not len(free):
-                raise ConfigError(f"domain {name!r} of corpus {config.corpus!r} has too few documents to hold {quota} tokens out and keep one to train on; {advice}")
+                raise ConfigError(f"domain {name!r} of corpus={config.corpus!r} has too few documents to hold {quota} tokens out and keep one to train on; {advice}")
             chosen[part].append(taken)
     heldout, dev = (_interleave(chosen[part], lengths) for part in ("heldout", "dev"))
     train = np.setdiff1d(np.arange(len(lengths)), np.concatenate([heldout, dev]))
