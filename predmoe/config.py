@@ -180,11 +180,11 @@ class PosthocConfig:
     4, and after `patience` such divisions the fit has converged. `max_steps` is a stop that is recorded, not a target.
     """
 
-    tokens: int = 262_144
-    batch_tokens: int = 4096
+    tokens: int = 196_608
+    batch_tokens: int = 2048
     lr: float = 3e-3
     weight_decay: float = 0.0
-    eval_every: int = 100
+    eval_every: int = 150
     min_gain: float = 5e-4
     patience: int = 3
     max_steps: int = 6000
@@ -316,8 +316,8 @@ TIERS = {
     ),
     # Two CPU cores, minutes per run: the recipe of the committed report (docs in the README).
     "cpu": Tier(
-        model=ModelConfig(vocab_size=8192, hidden_size=128, num_layers=8, num_heads=2, expert_size=128, num_experts=16, top_k=2, context=128),
-        train=TrainConfig(steps=1500, batch_size=16, lr=1e-3, warmup_steps=100, predictor_lr_scale=5.0),
+        model=ModelConfig(vocab_size=8192, hidden_size=96, num_layers=8, num_heads=2, expert_size=96, num_experts=16, top_k=2, context=128),
+        train=TrainConfig(steps=1000, batch_size=16, lr=1.5e-3, warmup_steps=100, predictor_lr_scale=5.0),
         objective=_RAMPED,
     ),
     # The reference's tiers B and A (METHOD.md). Its experts have two matrices, ours three (SwiGLU), so expert_size is

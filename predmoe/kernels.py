@@ -1,9 +1,9 @@
-"""The two places where a training step spends its time, as autograd functions: grouped experts and the chunked head.
+"""The places where a training step spends its time, as autograd functions with few passes over memory.
 
-Both avoid what a straightforward autograd graph pays on any device: the experts never gather weights per token or build
-a tensor over all experts for a token, and the head never holds the logits of the whole batch.
+The experts never gather weights per token or build a tensor over all experts for a token; the head never holds the
+logits of the whole batch; norm and rotation save the passes that a composite of elementwise operations makes.
 """
-# N tokens, K chosen experts per token, M = N*K dispatched rows, D model width, F expert width, E experts, V vocabulary
+# B batch, T time, H heads, C head size, N tokens, K chosen experts per token, M = N*K dispatched rows, D model width, F expert width, E experts, V vocabulary
 
 from __future__ import annotations
 
@@ -89,16 +89,16 @@ class _HeadLoss(torch.autograd.Function):
         dw_VD = torch.zeros_like(weight_VD) if wanted else None
         for s in range(0, N, HEAD_CHUNK):
             rows = slice(s, s + HEAD_CHUNK)
-            logits = (h_ND[rows] @ weight_VD.t()).float()
             target = targets_N[rows].unsqueeze(1)
+            logits = (h_ND[rows] @ weight_VD.t()).float()
             high = logits.amax(dim=1, keepdim=True)
-            wanted_logit = logits.gather(1, target)
-            exp = logits.sub_(high).exp_()
+            own = logits.gather(1, target)
+            exp = logits.sub_(high).exp_()  # in place and step by step: torch's fused log_softmax is slower on a CPU
             total = exp.sum(dim=1, keepdim=True)
-            losses_N[rows] = (total.log() + high - wanted_logit).squeeze(1)
+            losses_N[rows] = (total.log() + high - own).squeeze(1)
             if wanted:
-                grad = exp.div_(total * N)
-                grad.scatter_add_(1, target, torch.full_like(total, -1.0 / N))
+                grad = exp.mul_(total.reciprocal())
+                grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
                 grad = grad.to(h_ND.dtype)
                 torch.mm(grad, weight_VD, out=dh_ND[rows])
                 dw_VD.addmm_(grad.t(), h_ND[rows])
@@ -109,7 +109,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         dh_ND, dw_VD = ctx.saved_tensors
-        return dh_ND * grad, dw_VD * grad, None
+        grad = grad / dh_ND.shape[0]
+        return dh_ND.mul_(grad), dw_VD.mul_(grad), None
 
 
 def head_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,3 +119,52 @@ def head_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tenso
     Logits exist for HEAD_CHUNK rows at a time, in float32; gradients are formed in the same pass.
     """
     return _HeadLoss.apply(h_ND, weight_VD, targets_N)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        D = x.shape[-1]
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(D).add_(eps).rsqrt_()
+        normed = x * scale
+        ctx.save_for_backward(normed, scale, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        normed, scale, weight = ctx.saved_tensors
+        D = normed.shape[-1]
+        dot = grad * normed
+        d_weight = dot.reshape(-1, D).sum(0)
+        share = (dot.reshape(-1, D) @ weight).div_(-D).view_as(scale)
+        return torch.mul(grad, weight, out=dot).addcmul_(normed, share).mul_(scale), d_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x, cos, sin):
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+def rotate(x_BTHC: Tensor, cos_T1C: Tensor, sin_T1C: Tensor) -> Tensor:
+    """Rotary position embedding in the rotate-half convention: (first, second) turns by the angle of its position."""
+    return _Rotate.apply(x_BTHC, cos_T1C, sin_T1C)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from predmoe.config import ConfigError, ModelConfig, build, to_dict
-from predmoe.kernels import grouped_experts, head_loss
+from predmoe.kernels import grouped_experts, head_loss, rms_norm, rotate
 
 
 class Routing(NamedTuple):
@@ -58,15 +58,19 @@ def top_k(scores_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def rotary(context: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (context, head_size), of the rotate-half convention."""
+    """cos and sin, each (context, 1, head_size), of the rotate-half convention."""
     inverse = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-    angle = torch.outer(torch.arange(context, dtype=torch.float32), inverse).repeat(1, 2)
+    angle = torch.outer(torch.arange(context, dtype=torch.float32), inverse).repeat(1, 2).unsqueeze(1)
     return angle.cos(), angle.sin()
 
 
-def rotate(x_BHTC: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x_BHTC.chunk(2, dim=-1)
-    return x_BHTC * cos + torch.cat((-second, first), dim=-1) * sin
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -75,15 +79,16 @@ class Attention(nn.Module):
         D = config.hidden_size
         self.num_heads = config.num_heads
         self.qkv = nn.Linear(D, 3 * D, bias=False)
-        self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps)
+        self.k_norm = RMSNorm(D, config.rms_norm_eps)
         self.out = nn.Linear(D, D, bias=False)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
-        q, k, v = (z.view(B, T, self.num_heads, -1).transpose(1, 2) for z in (self.q_norm(q), self.k_norm(k), v))
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        q, k, v = (z.view(B, T, self.num_heads, -1) for z in (self.q_norm(q), self.k_norm(k), v))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = (z.to(v.dtype).transpose(1, 2) for z in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
@@ -105,9 +110,9 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         self.config = config
-        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config)
-        self.moe_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.moe_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config)
         if config.routing == "hash":
@@ -136,7 +141,7 @@ class MoEModel(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         cos, sin = rotary(config.context, config.hidden_size // config.num_heads, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
@@ -156,6 +161,15 @@ class MoEModel(nn.Module):
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
         """Loss (with targets) or logits, and one Routing record per layer; tokens beyond the context are refused."""
         B, T = tokens_BT.shape
+        h_BTD, routing = self.body(tokens_BT)
+        if targets_BT is None:
+            return Output(None, None, self.head(h_BTD), routing)
+        loss, losses_N = head_loss(h_BTD.reshape(B * T, -1), self.head.weight.to(h_BTD.dtype), targets_BT.reshape(-1))
+        return Output(loss, losses_N.view(B, T), None, routing)
+
+    def body(self, tokens_BT: Tensor) -> tuple[Tensor, list[Routing]]:
+        """Final hidden states (B, T, D), after the last norm and before the head, and the routing of every layer."""
+        B, T = tokens_BT.shape
         if T > self.config.context:
             raise ValueError(f"{T} tokens exceed the model's context of {self.config.context}")
         tokens_N = tokens_BT.reshape(-1)
@@ -170,11 +184,7 @@ class MoEModel(nn.Module):
             logits_NE, experts_NK, gates_NK = layer.route(source_ND, tokens_N)
             routing.append(Routing(m_ND, logits_NE, experts_NK, gates_NK))
             x_BTD = x_BTD + layer.experts(m_ND, gates_NK, experts_NK).view(B, T, -1)
-        h_BTD = self.norm(x_BTD)
-        if targets_BT is None:
-            return Output(None, None, self.head(h_BTD), routing)
-        loss, losses_N = head_loss(h_BTD.reshape(B * T, -1), self.head.weight.to(h_BTD.dtype), targets_BT.reshape(-1))
-        return Output(loss, losses_N.view(B, T), None, routing)
+        return self.norm(x_BTD), routing
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,214 @@
+"""Training of one run: the loop, its checkpoints and its log. Resumable at any moment, to the same bits.
+
+What a run writes into its folder:
+  metrics.jsonl   one line per logged step and per evaluation; no clock in it, so that a resumed run writes the same
+  state.pt        weights, optimiser and step; replaced as a whole, so that a kill or a full disk leaves the last good one
+  timing.json     seconds and tokens per second
+  checkpoint/     the final model as an OLMoE checkpoint, and the heads that were trained with it
+"""
+# B batch, T time
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from predmoe.config import ConfigError, RunConfig
+from predmoe.data import Tokens, prepare
+from predmoe.evaluation import Heads, evaluate
+from predmoe.model import MoEModel, save_checkpoint
+from predmoe.objectives import terms
+from predmoe.predictor import Predictor
+
+LOG_EVERY = 25  # steps
+CHECKPOINT_SECONDS = 60.0
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on; the message says at which step and why."""
+
+
+def write_json(path: Path, value) -> None:
+    """Replace `path` by `value` as JSON, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
+
+
+def learning_rate(config, step: int) -> float:
+    """Factor on the learning rate at `step` (from 0): linear warm-up, then cosine to `final_lr_fraction`."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    return config.final_lr_fraction + (1 - config.final_lr_fraction) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def build_parts(config: RunConfig) -> tuple[MoEModel, Predictor | None, torch.optim.Optimizer]:
+    """Initialised model, heads (where lambda_pred > 0) and AdamW. Norm weights and biases do not decay."""
+    model = MoEModel(config.model).initialise(config.train.seed).to(config.train.device)
+    predictor = None
+    if config.objective.lambda_pred:
+        predictor = new_predictor(config.predictor, config.model).initialise(config.train.seed).to(config.train.device)
+    t = config.train
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": t.weight_decay, "scale": 1.0},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "scale": 1.0},
+    ]
+    if predictor is not None:
+        groups += [
+            {"params": list(predictor.weights.values()), "weight_decay": t.weight_decay, "scale": t.predictor_lr_scale},
+            {"params": list(predictor.biases.values()), "weight_decay": 0.0, "scale": t.predictor_lr_scale},
+        ]
+    return model, predictor, torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+
+
+def new_predictor(config, model_config) -> Predictor:
+    c = model_config
+    return Predictor(config, hidden_size=c.hidden_size, num_experts=c.num_experts, num_layers=c.num_layers)
+
+
+class Trainer:
+    """One run in one folder. `train()` goes on from the last checkpoint and returns when the last step is done."""
+
+    def __init__(self, config: RunConfig, folder: Path, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, progress=lambda line: None):
+        if config.train.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"device={config.train.device!r}: no CUDA device here; use device: cpu")
+        torch.set_num_threads(config.train.threads)
+        self.config, self.folder = config, Path(folder)
+        self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
+        self.tokens: Tokens = prepare(config.data)
+        if self.tokens.tokenizer.vocab_size > config.model.vocab_size:
+            raise ConfigError(f"tokenizer {config.data.tokenizer} has {self.tokens.tokenizer.vocab_size} entries, the model only vocab_size={config.model.vocab_size}")
+        self.stream = self.tokens.stream(config.data.order_seed, config.data.shuffle_buffer)
+        self.model, self.predictor, self.optimizer = build_parts(config)
+        self.autocast = torch.bfloat16 if config.train.dtype == "bfloat16" else None
+        self.step, self.seconds = 0, 0.0
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> Path:
+        return self.folder / "state.pt"
+
+    @property
+    def resumable(self) -> bool:
+        return self._state.exists()
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def save(self) -> None:
+        """Replace the checkpoint as a whole; on a full disk the last good one stays and the run stops with a sentence."""
+        partial = self._state.with_suffix(".partial")
+        heads = self.predictor.state_dict() if self.predictor is not None else None
+        state = {"step": self.step, "seconds": self.seconds, "model": self.model.state_dict(), "predictor": heads,
+                 "optimizer": self.optimizer.state_dict(), "log_bytes": self._log.stat().st_size}
+        try:
+            with open(partial, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self._state)
+        except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
+            partial.unlink(missing_ok=True)
+            kept = "the last good checkpoint stays" if self._state.exists() else "no earlier checkpoint exists"
+            raise TrainingError(f"cannot save step {self.step} in {self.folder}: {error}; {kept}; free some space and run again") from error
+
+    def restore(self) -> None:
+        """Take up the last checkpoint, if there is one, and cut the log back to it."""
+        if not self._state.exists():
+            self._log.write_text("")
+            return
+        state = torch.load(self._state, map_location=self.config.train.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        if self.predictor is not None:
+            self.predictor.load_state_dict(state["predictor"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        os.truncate(self._log, state["log_bytes"])
+        self.progress(f"resumed at step {self.step}")
+
+    def log(self, **values) -> None:
+        with open(self._log, "a") as file:
+            file.write(json.dumps({"step": self.step, **values}) + "\n")
+
+    # --- work --------------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        self.restore()
+        total, started, saved = self.config.train.steps, time.perf_counter(), time.perf_counter()
+        base = self.seconds
+        while self.step < total:
+            values = self.training_step()
+            self.step += 1
+            self.seconds = base + time.perf_counter() - started
+            if self.step % LOG_EVERY == 0 or self.step in (1, total):
+                self.log(terms=values)
+                write_json(self.folder / "timing.json", self.timing())
+                self.progress(f"step {self.step}/{total}, loss {values['lm']:.3f}, {self.timing()['tokens_per_second']:,.0f} tokens/s")
+            if self.step % self.config.train.eval_every == 0 and self.step < total:
+                self.log(dev=self.evaluate_on("dev"))
+            if time.perf_counter() - saved > self.checkpoint_seconds or self.step == total:
+                self.save()
+                saved = time.perf_counter()
+        self.finish()
+
+    def timing(self) -> dict:
+        tokens = self.step * self.config.train.batch_size * self.config.model.context
+        return {"steps": self.step, "seconds": self.seconds, "tokens_per_second": tokens / max(self.seconds, 1e-9)}
+
+    def training_step(self) -> dict[str, float]:
+        """One update; returns each weighted term's size in nats. Raises TrainingError where the loss is not finite."""
+        config = self.config.train
+        windows = torch.from_numpy(self.stream.batch(self.step, config.batch_size, self.config.model.context)).to(config.device)
+        with torch.autocast(self.model.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            output = self.model(windows[:, :-1], windows[:, 1:])
+        parts = terms(output.loss, output.routing, self.predictor, self.config.objective, batch=len(windows), progress=self.step / config.steps)
+        loss = sum(parts.values())
+        if not torch.isfinite(loss):
+            sizes = ", ".join(f"{name} {value.item():.4g}" for name, value in parts.items())
+            raise TrainingError(f"the loss is not finite at step {self.step} ({sizes}); lower the learning rate or the term's weight")
+        loss.backward()
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(everything, config.grad_clip)
+        factor = learning_rate(config, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr * group["scale"] * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {name: value.item() for name, value in parts.items()}
+
+    def evaluate_on(self, which: str) -> dict:
+        """Diagnostics on "dev" (while training) or "heldout" (at the end), without the per-document detail."""
+        evalset = getattr(self.tokens, which)(self.config.model.context)
+        scorers = {} if self.predictor is None else {"cotrained": Heads(self.predictor)}
+        result = evaluate(self.model, evalset, self.tokens.domains, self.config.predictor.horizons, scorers, autocast=self.autocast)
+        del result["documents"]
+        return result
+
+    def finish(self) -> None:
+        """Final evaluation, the OLMoE checkpoint, and finished.json, whose existence says that the run is complete."""
+        result = self.evaluate_on("heldout")
+        self.log(heldout=result)
+        save_checkpoint(self.model, self.folder / "checkpoint")
+        if self.predictor is not None:
+            save_file(self.predictor.state_dict(), self.folder / "checkpoint" / "predictor.safetensors")
+        write_json(self.folder / "timing.json", self.timing())
+        write_json(self.folder / "finished.json", {"val_loss": result["val_loss"], "data_hash": self.tokens.hash})
+        self._state.unlink()
+
+
+def load_predictor(folder: Path, config: RunConfig) -> Predictor | None:
+    """The heads trained with the backbone, or None where lambda_pred = 0."""
+    if not config.objective.lambda_pred:
+        return None
+    predictor = new_predictor(config.predictor, config.model)
+    predictor.load_state_dict(load_file(folder / "predictor.safetensors"))
+    return predictor

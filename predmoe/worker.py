@@ -1,0 +1,78 @@
+"""The child process of a run: `python -m predmoe.worker FOLDER [--posthoc NAME]`.
+
+Trains the run that FOLDER/config.json describes, or goes on where it was interrupted, and measures it where asked to.
+Progress goes to standard output, line by line; a failure ends with one sentence on standard error and a non-zero exit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from predmoe import provenance
+from predmoe.config import ConfigError, PosthocConfig, RunConfig, build
+from predmoe.data import prepare
+from predmoe.locking import FolderLock
+from predmoe.model import load_checkpoint
+from predmoe.posthoc import measure
+from predmoe.train import CHECKPOINT_SECONDS, Trainer, TrainingError, load_predictor, write_json
+
+
+def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, progress=print) -> None:
+    """Bring the run to its end unless it is finished and its checkpoint is there."""
+    if (folder / "finished.json").exists() and (folder / "checkpoint" / "config.json").exists():
+        return
+    trainer = Trainer(config, folder, checkpoint_seconds=checkpoint_seconds, progress=progress)
+    source = folder / "provenance.json"
+    if not trainer.resumable or not source.exists():
+        write_json(source, provenance.capture() | {"data_hash": trainer.tokens.hash})
+    trainer.train()
+
+
+def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target: Path, *, progress=print) -> None:
+    """Write the measurement of a finished run to `target`, and the fitted heads beside the checkpoint."""
+    torch.set_num_threads(config.train.threads)
+    model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
+    cotrained = load_predictor(folder / "checkpoint", config)
+    result, fitted = measure(model, cotrained, config, prepare(config.data), posthoc, progress=progress)
+    timing = json.loads((folder / "timing.json").read_text())
+    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    result["terms_nats"] = [line["terms"] for line in last if "terms" in line][-1]
+    result["seconds"]["train"] = timing["seconds"]
+    result["tokens_per_second"] = timing["tokens_per_second"]
+    result["provenance"] = json.loads((folder / "provenance.json").read_text())
+    result["measured_by"] = provenance.capture()
+    for kind, predictor in fitted.items():
+        save_file(predictor.state_dict(), folder / "checkpoint" / f"{target.stem}_{kind}.safetensors")
+    write_json(target, result)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="predmoe.worker", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--posthoc", help="name of the measurement: FOLDER/NAME.config.json says how, FOLDER/NAME.json is written")
+    parser.add_argument("--checkpoint-seconds", type=float, default=CHECKPOINT_SECONDS)
+    options = parser.parse_args(arguments)
+    folder = options.folder
+    say = lambda line: print(line, flush=True)  # noqa: E731
+    try:
+        config = build(RunConfig, json.loads((folder / "config.json").read_text()))
+        with FolderLock(folder, waiting=lambda who: say(f"waiting: {who} works on this run")):
+            train(folder, config, checkpoint_seconds=options.checkpoint_seconds, progress=say)
+            target = folder / f"{options.posthoc}.json"
+            if options.posthoc and not target.exists():
+                posthoc = build(PosthocConfig, json.loads((folder / f"{options.posthoc}.config.json").read_text()))
+                measure_run(folder, config, posthoc, target, progress=say)
+    except (ConfigError, TrainingError, OSError) as error:
+        print(f"predmoe: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
