@@ -10,11 +10,12 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
+from . import paths
+
 PACKAGES = (
     "torch", "numpy", "scipy", "pandas", "numba", "matplotlib", "transformers", "accelerate", "peft", "safetensors",
     "datasets", "tiktoken", "papermill", "nbconvert",
 )  # fmt: skip
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 def capture() -> dict:
@@ -44,7 +45,7 @@ def _git_state() -> tuple[str, bool | None]:
 
 def _git(*arguments) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True)
+        done = subprocess.run(["git", "-C", str(paths.ROOT), *arguments], capture_output=True, text=True)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

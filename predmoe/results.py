@@ -1,0 +1,309 @@
+"""What an experiment found, as files: results.json per experiment, claims.json per profile.
+
+    outputs/PROFILE/NN_topic/results.json, *.csv, figures/*.svg and *.png      written by an Experiment
+    outputs/PROFILE/claims.json                                                computed from all results.json of the profile
+
+The report and the paper read only these. Both files are validated against the schemas in assets/ before they are written and after
+they are read; what is missing or not a finite number is an error.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jsonschema
+import pandas as pd
+import yaml
+from matplotlib.figure import Figure
+from PIL import Image
+
+from . import paths, plots, provenance, stats
+
+ASSETS = Path(__file__).parent / "assets"
+SCHEMA_VERSION = 1
+MADE_WITH = ("provenance", "measured_by", "posthoc_config", "seconds", "tokens_per_second")   # of an arm: kept under provenance
+ELSEWHERE = ("documents", "curves", "config", *MADE_WITH)   # of an arm: left to the run store and the CSV tables
+UNITS = {"points": (100, ".1f", " points"), "percent": (100, ".2f", "%"), "nats": (1, ".4f", " nats")}
+
+
+class ResultError(ValueError):
+    """A result that is missing, incomplete or of another schema; the message says where."""
+
+
+# --- one experiment ----------------------------------------------------------------------------------------------------
+
+def start(experiment: str, profile: str, parameters: Mapping) -> Experiment:
+    """Begin an experiment: remembers provenance and time now, writes under outputs/PROFILE/EXPERIMENT/ as it goes."""
+    return Experiment(experiment, profile, dict(parameters))
+
+
+class Experiment:
+    """The files of one experiment in one profile. Nothing counts until `finish` has written results.json."""
+
+    def __init__(self, experiment: str, profile: str, parameters: dict):
+        self.experiment, self.profile = experiment, profile
+        self.folder = paths.outputs(profile) / experiment
+        (self.folder / "figures").mkdir(parents=True, exist_ok=True)
+        self._provenance = provenance.capture() | {"parameters": parameters}
+        self._began = time.monotonic()
+        self._figures: dict[str, dict] = {}
+        self._tables: dict[str, dict] = {}
+        self._findings: list[str] = []
+
+    def save_table(self, name: str, table: pd.DataFrame) -> pd.DataFrame:
+        """Write NAME.csv and give the table back, so that a cell can end with the call."""
+        _write(self.folder / f"{name}.csv", table.to_csv(index=False).encode())
+        self._tables[name] = {"name": name, "csv": f"{name}.csv"}
+        return table
+
+    def save_figure(self, name: str, figure: Figure, alt: str) -> Picture:
+        """Write figures/NAME.svg and .png with their alternative text; the Picture given back shows itself in a notebook."""
+        if not alt.strip():
+            raise ResultError(f"figure {name} needs an alternative text: what does it show to somebody who cannot see it?")
+        svg, png = _render(figure)
+        _write(self.folder / "figures" / f"{name}.svg", svg)
+        _write(self.folder / "figures" / f"{name}.png", png)
+        self._figures[name] = {"name": name, "svg": f"figures/{name}.svg", "png": f"figures/{name}.png", "alt": alt}
+        return Picture(png, alt, width=round(figure.get_figwidth() * 96))
+
+    def found(self, *sentences: str) -> Finding:
+        """Record findings, sentences computed from the tables; the Finding given back shows them in a notebook."""
+        self._findings += sentences
+        return Finding(sentences)
+
+    def finish(self, arms: Iterable[Mapping], effects: Iterable[Mapping], *, gates: Iterable[Mapping] = ()) -> Path:
+        """Write results.json atomically and return its path. Raises ResultError where the schema is not met.
+
+        arms: one mapping per arm and seed (`experiments.measure_arms`); per-document and per-step data is left to the tables.
+        """
+        arms = list(arms)
+        made = {"seconds": round(time.monotonic() - self._began, 1), "runs": _runs(arms)}
+        result = {
+            "schema_version": SCHEMA_VERSION, "experiment": self.experiment, "profile": self.profile,
+            "provenance": self._provenance | made,
+            "arms": [{key: value for key, value in arm.items() if key not in ELSEWHERE} for arm in arms],
+            "effects": list(effects), "gates": list(gates), "findings": self._findings,
+            "figures": list(self._figures.values()), "tables": list(self._tables.values()),
+        }  # fmt: skip
+        target = self.folder / "results.json"
+        _write_json(target, result, "results")
+        return target
+
+
+def _runs(arms) -> dict:
+    """Provenance of each trained model by hash: how and how fast it was made varies, what it measures does not."""
+    return {arm["config_hash"]: {key: arm[key] for key in MADE_WITH if key in arm} for arm in arms if "config_hash" in arm}
+
+
+class Picture:
+    """A PNG that carries its alternative text into the notebook and from there into the HTML report."""
+
+    def __init__(self, png: bytes, alt: str, width: int):
+        self._png, self._alt, self._width = png, alt, width
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        data = {"image/png": base64.b64encode(self._png).decode(), "text/plain": self._alt}
+        return data, {"image/png": {"alt": self._alt, "width": self._width}}
+
+
+class Finding:
+    """Sentences that a notebook shows as a quoted block."""
+
+    def __init__(self, sentences: Iterable[str]):
+        self.sentences = list(sentences)
+
+    def _repr_markdown_(self) -> str:
+        return "\n".join(f"> {sentence}\n>" for sentence in self.sentences)
+
+    def __repr__(self) -> str:
+        return "\n".join(self.sentences)
+
+
+def _render(figure: Figure) -> tuple[bytes, bytes]:
+    """SVG and PNG at twice the screen's density; the PNG has a palette of 64 colours, a third of the size for line art."""
+    with plots.style():
+        svg, raw = io.BytesIO(), io.BytesIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})   # no date: the same data gives the same file
+        figure.savefig(raw, format="png", dpi=192, metadata={"Software": None})
+    raw.seek(0)
+    small = io.BytesIO()
+    Image.open(raw).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, format="PNG", optimize=True)
+    return svg.getvalue(), small.getvalue()
+
+
+# --- reading -----------------------------------------------------------------------------------------------------------
+
+def load(profile: str, experiment: str) -> dict:
+    """results.json of one experiment, validated. Raises ResultError where it is absent or does not meet the schema."""
+    path = paths.outputs(profile) / experiment / "results.json"
+    if not path.exists():
+        raise ResultError(f"{experiment} has no results in profile {profile}: run its notebook first")
+    return _read_json(path, "results")
+
+
+def load_all(profile: str) -> dict[str, dict]:
+    """Every experiment of the profile that has results, by name."""
+    found = sorted(paths.outputs(profile).glob("[0-9][0-9]_*/results.json"))
+    return {path.parent.name: _read_json(path, "results") for path in found}
+
+
+def load_claims(profile: str) -> list[dict]:
+    path = paths.outputs(profile) / "claims.json"
+    if not path.exists():
+        raise ResultError(f"profile {profile} has no claims.json yet: results.update_claims({profile!r}) writes it")
+    return _read_json(path, "claims")
+
+
+def reference() -> dict:
+    """The reference study's numbers (assets/reference.json), with their source."""
+    return json.loads((ASSETS / "reference.json").read_text())
+
+
+# --- claims ------------------------------------------------------------------------------------------------------------
+
+def update_claims(profile: str) -> list[dict]:
+    """Decide every claim of assets/claims.yaml from the results present, write outputs/PROFILE/claims.json, return the list.
+
+    A claim whose experiments have not run is "not tested"; so is one with fewer than three seeds, its effect shown.
+    """
+    results = load_all(profile)
+    claims = [evaluate(spec, results) for spec in yaml.safe_load((ASSETS / "claims.yaml").read_text())]
+    _write_json(paths.outputs(profile) / "claims.json", claims, "claims")
+    return claims
+
+
+def evaluate(spec: Mapping, results: Mapping[str, Mapping]) -> dict:
+    """One entry of claims.json from one of claims.yaml and the results by experiment."""
+    ran = [name for name in spec["notebook"] if name in results]
+    notebook = ran[0] if ran else spec["notebook"][-1]
+    effects, missing = [], f"{notebook} has not been run in this profile"
+    if "measure" not in spec:
+        missing = "no experiment measures this yet"
+    elif ran:
+        try:
+            effects, missing = _claim_effects(spec["measure"], results[notebook]["arms"], spec["unit"]), ""
+        except ResultError as error:
+            missing = f"{notebook}: {error}"
+    decided = _decide(spec, effects) if effects else stats.Verdict(stats.NOT_TESTED, missing)
+    plain = [effect.as_dict() for effect in effects]
+    return {
+        "id": spec["id"], "statement": spec["statement"], "headline": spec["headline"], "reference": spec["reference"],
+        "measured": _measured(plain, spec) if plain else "not measured", "effect": plain[0] if plain else None, "effects": plain,
+        "n": min((effect.n for effect in effects), default=0), "verdict": decided.word, "why": decided.why, "notebook": notebook,
+    }  # fmt: skip
+
+
+def _decide(spec, effects) -> stats.Verdict:
+    rules = {"direction": stats.verdict, "absent": stats.verdict_absent, "at_most": stats.verdict_at_most}
+    return rules[spec["rule"]](effects, spec["expected"])
+
+
+def _claim_effects(measure: Mapping, arms: list[Mapping], unit: str) -> list[stats.Effect]:
+    arm, metric = measure["arm"], measure["metric"]
+    minus, minus_metric = measure.get("minus", arm), measure.get("minus_metric", metric)
+    subtract = "minus" in measure or "minus_metric" in measure
+    shared = dict(relative=measure.get("relative", False), unit=unit)
+
+    def one(suffix: str, values) -> stats.Effect:
+        left, right = f"{arm} {metric}", f"{minus} {minus_metric}"
+        if subtract:
+            return stats.paired(values(arm, metric), values(minus, minus_metric), **shared, name=f"{left} - {right}{suffix}")
+        return stats.over_seeds(values(arm, metric), name=left + suffix, unit=unit)
+
+    if "contrast" in measure:
+        far, near = measure["contrast"]
+
+        def contrast(arm, metric):
+            high, low = values_by_seed(arms, arm, f"{metric}.{far}"), values_by_seed(arms, arm, f"{metric}.{near}")
+            return {seed: high[seed] - low[seed] for seed in high}
+
+        return [one(f", h={far} minus h={near}", contrast)]
+    if "horizons" in measure:
+        return [one(f", h={h}", lambda arm, metric, h=h: values_by_seed(arms, arm, f"{metric}.{h}")) for h in measure["horizons"]]
+    return [one("", lambda arm, metric: values_by_seed(arms, arm, metric))]
+
+
+def values_by_seed(arms: Iterable[Mapping], arm: str, metric: str) -> dict[int, float]:
+    """seed -> value of a dotted path such as "hit.ranking.4". Raises ResultError where the arm or the metric is missing."""
+    rows = [row for row in arms if row["arm"] == arm]
+    if not rows:
+        raise ResultError(f"there is no arm {arm!r}")
+    values = {row["seed"]: _look_up(row, metric) for row in rows}
+    if len(values) != len(rows):
+        raise ResultError(f"arm {arm!r} has a seed twice")
+    return values
+
+
+def _look_up(row: Mapping, metric: str) -> float:
+    value = row
+    for key in metric.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise ResultError(f"arm {row['arm']!r}, seed {row['seed']} has no {metric}")
+        value = value[key]
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ResultError(f"arm {row['arm']!r}, seed {row['seed']}: {metric} is {value!r}, not a finite number")
+    return value
+
+
+def effect_text(effect: Mapping, unit: str) -> str:
+    """An effect with its interval in words, e.g. "+2.4 points [+1.0, +3.8]"; one seed says that it has no interval."""
+    scale, digits, name = UNITS[unit]
+    mean = f"{scale * effect['mean']:+{digits}}{name}"
+    if effect["ci95"] is None:
+        return f"{mean} (single seed)"
+    low, high = (f"{scale * end:+{digits}}" for end in effect["ci95"])
+    return f"{mean} [{low}, {high}]"
+
+
+def _measured(effects: list[Mapping], spec: Mapping) -> str:
+    horizons = spec["measure"].get("horizons")
+    text = " / ".join(effect_text(effect, spec["unit"]) for effect in effects)
+    n = effects[0]["n"]
+    return text + (f" at h = {' / '.join(map(str, horizons))}" if horizons else "") + f" ({n} seed{'s' if n > 1 else ''})"
+
+
+# --- files -------------------------------------------------------------------------------------------------------------
+
+def _schema(kind: str) -> dict:
+    return json.loads((ASSETS / f"{kind}.schema.json").read_text())
+
+
+def _validate(value, kind: str, where: str) -> None:
+    problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(_schema(kind)).iter_errors(value))
+    if problem:
+        raise ResultError(f"{where}: {problem.json_path}: {problem.message[:300]}")
+
+
+def _write_json(path: Path, value, kind: str) -> None:
+    try:
+        text = json.dumps(value, indent=1, allow_nan=False)
+    except ValueError:
+        raise ResultError(f"{path.name} of {path.parent.name}: a value is not a finite number") from None
+    _validate(json.loads(text), kind, f"{path.name} of {path.parent.name}")
+    _write(path, (text + "\n").encode())
+
+
+def _read_json(path: Path, kind: str):
+    value = json.loads(path.read_text())
+    if kind == "results" and value.get("schema_version") != SCHEMA_VERSION:
+        found = value.get("schema_version", "none")
+        raise ResultError(f"{path.name} of {path.parent.name} has schema version {found}, this code reads {SCHEMA_VERSION}: run the notebook again")
+    _validate(value, kind, f"{path.name} of {path.parent.name}")
+    return value
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: a reader never sees half a file, and a full disk leaves the old one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

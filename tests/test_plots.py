@@ -1,0 +1,130 @@
+"""Figures hold what they promise: every seed, units on the axes, marks that differ without colour, nothing cut off."""
+
+import functools
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from fake_measurements import study
+
+from predmoe import experiments, plots, results
+
+ARMS = study()
+
+
+def curves():
+    rng = np.random.default_rng(0)
+    return pd.DataFrame([
+        {"arm": row["arm"], "seed": row["seed"], "step": step, "term": term, "nats": size * (1 + rng.uniform(0, 0.1))}
+        for row in ARMS for step in range(25, 501, 25) for term, size in row["terms_nats"].items()
+    ])  # fmt: skip
+
+
+def summary(arms=ARMS):
+    hits, tradeoff = experiments.hits(arms), experiments.tradeoff(arms, "ranking")
+    effects = [e for arm in ("joint", "alternative") for e in experiments.hit_effects(arms, arm, "baseline", predictors=["ranking"])]
+    costs = tradeoff[(tradeoff.horizon == 4) & (tradeoff.arm != "baseline")]
+    table = experiments.forest_table(effects, experiments.reference_effects())
+    return plots.summary(hits[hits.predictor == "ranking"], table, costs, gate=0.005)
+
+
+FIGURES = {
+    "hits": lambda arms=ARMS: plots.hit_by_horizon(experiments.hits(arms)),
+    "margin": lambda arms=ARMS: plots.hit_by_horizon(experiments.hits(arms).dropna(), value="margin", label="hit@k above the lookup's"),
+    "forest": lambda arms=ARMS: plots.forest(experiments.forest_table(
+        experiments.hit_effects(arms, "joint", "baseline", predictors=["linear", "ranking"]), experiments.reference_effects())),
+    "frontier": lambda arms=ARMS: plots.frontier(experiments.tradeoff(arms, "ranking"), gate=0.005),
+    "convergence": lambda arms=ARMS: plots.convergence(experiments.posthoc_curves(arms)),
+    "layers": lambda arms=ARMS: plots.layers(experiments.per_layer(arms, "ranking")),
+    "domains": lambda arms=ARMS: plots.domains(experiments.domain_gains(arms, "ranking")),
+    "training": lambda arms=ARMS: plots.training(curves().query("term == 'lm'")),
+    "terms": lambda arms=ARMS: plots.terms(curves()),
+    "summary": lambda arms=ARMS: summary(arms),
+}  # fmt: skip
+
+
+@functools.cache
+def drawn(name):
+    return FIGURES[name]()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_axis_is_labelled_and_units_are_given(name):
+    for ax in drawn(name).axes:
+        assert ax.get_xlabel() or ax.get_xticklabels(), name
+        labels = ax.get_xlabel() + ax.get_ylabel()
+        assert labels, f"an axis of {name} has no label"
+    shown = " ".join(ax.get_xlabel() + ax.get_ylabel() for ax in drawn(name).axes)
+    assert any(unit in shown for unit in ("points", "share", "nats", "%", "hit@k")), f"{name} shows no unit"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_text_is_cut_off(name):
+    figure = drawn(name)
+    with plots.style():
+        figure.draw_without_rendering()
+        unseen = {id(label) for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in ticks_outside(axis)}
+        box = figure.bbox.padded(1.0)
+        for text in figure.findobj(mpl.text.Text):
+            if text.get_text() and text.get_visible() and id(text) not in unseen:
+                extent = text.get_window_extent()
+                inside = box.x0 <= extent.x0 and extent.x1 <= box.x1 and box.y0 <= extent.y0 and extent.y1 <= box.y1
+                assert inside, f"{name}: {text.get_text()!r} leaves the figure"
+
+
+def ticks_outside(axis):
+    """Labels of ticks beyond the view, which matplotlib makes but does not draw."""
+    low, high = sorted(axis.get_view_interval())
+    return [label for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high for label in (tick.label1, tick.label2)]
+
+
+@pytest.mark.parametrize("name", ["hits", "margin", "forest", "frontier", "layers", "domains", "summary"])
+def test_one_seed_draws_no_interval(name):
+    """A figure of one seed has no line that could be read as an interval, and one of three has."""
+
+    def intervals(figure):
+        return sum(line.get_linewidth() in (1.2, 1.6, 1.8) for line in figure.findobj(mpl.lines.Line2D) if len(line.get_xdata()) == 2)
+
+    assert intervals(FIGURES[name](study((0,)))) == 0 and intervals(drawn(name)) > 0
+
+
+def test_every_seed_is_drawn_with_its_own_value():
+    hits = experiments.hits(ARMS)
+    ranking = hits[hits.predictor == "ranking"]
+    (ax,) = plots.hit_by_horizon(ranking).axes
+    drawn = np.concatenate([line.get_ydata() for line in ax.lines if line.get_markerfacecolor() == "white"])
+    assert sorted(drawn) == pytest.approx(sorted(ranking.hit))
+
+
+def test_arms_differ_by_marker_line_and_lightness():
+    looks = plots._looks(pd.DataFrame({"arm": list("abcdef")}).replace("a", "baseline"))
+    for key in ("marker", "linestyle"):
+        assert len({str(look[key]) for look in looks.values()}) == 6
+    grey = sorted(np.dot(mpl.colors.to_rgb(look["color"]), (0.299, 0.587, 0.114)) for look in list(looks.values())[:3])
+    assert min(np.diff(grey)) > 0.1
+
+
+def test_an_arm_looks_the_same_with_and_without_the_baseline():
+    both = plots._looks(pd.DataFrame({"arm": ["baseline", "joint"]}))
+    assert plots._looks(pd.DataFrame({"arm": ["joint"]}))["joint"] == both["joint"]
+
+
+def test_forest_shows_means_intervals_and_reference_in_points():
+    row = {"group": "ranking MLP", "name": "h = 1", "mean": 0.02, "low": 0.01, "high": 0.03, "per_seed": [0.015, 0.025], "reference": 0.029}
+    effects = pd.DataFrame([row])
+    (ax,) = plots.forest(effects).axes
+    drawn_at = [np.round(line.get_xdata(), 9).tolist() for line in ax.lines]
+    assert all(xs in drawn_at for xs in ([1.5, 2.5], [1.0, 3.0], [2.0], [2.9]))
+
+
+def test_a_figure_leaves_the_global_style_alone():
+    before = mpl.rcParams.copy()
+    FIGURES["forest"]()
+    assert mpl.rcParams == before
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_small_enough_for_a_notebook_of_many(name):
+    svg, png = results._render(drawn(name))
+    assert len(png) < 120_000 and len(svg) < 250_000

@@ -1,0 +1,356 @@
+"""results.json and claims.json: schema, completeness, atomic writes, and claims decided by numbers that can be checked by hand."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pandas as pd
+import pytest
+import yaml
+from fake_measurements import measurement, study
+from matplotlib.figure import Figure
+
+from predmoe import experiments, paths, results, stats
+
+
+@pytest.fixture
+def outputs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path))
+    return tmp_path
+
+
+def finished(experiment="02_horizons", arms=None, profile="smoke"):
+    arms = arms or study()
+    run = results.start(experiment, profile, {"seeds": [0, 1, 2]})
+    effects = experiments.hit_effects(arms, "joint", "baseline", predictors=["linear", "ranking"])
+    run.finish(arms, effects, gates=experiments.gates(arms))
+    return run
+
+
+# --- results.json ----------------------------------------------------------------------------------------------------
+
+def test_what_was_finished_is_what_is_loaded(outputs):
+    arms = study()
+    run = results.start("02_horizons", "smoke", {"seeds": [0, 1, 2], "lambda_pred": 0.3})
+    run.found("One finding.", "Another.")
+    run.save_table("hits", experiments.hits(arms))
+    path = run.finish(arms, [])
+    assert path == outputs / "smoke" / "02_horizons" / "results.json"
+    loaded = results.load("smoke", "02_horizons")
+    assert loaded["findings"] == ["One finding.", "Another."] and loaded["provenance"]["parameters"]["lambda_pred"] == 0.3
+    assert [(row["arm"], row["seed"]) for row in loaded["arms"]] == [(row["arm"], row["seed"]) for row in arms]
+    assert loaded["arms"][1]["hit"] == arms[1]["hit"]
+    assert pd.read_csv(outputs / "smoke" / "02_horizons" / "hits.csv").shape == experiments.hits(arms).shape
+    assert list(results.load_all("smoke")) == ["02_horizons"]
+
+
+def test_speed_and_provenance_of_each_model_are_kept_apart_from_what_it_measured(outputs):
+    finished()
+    loaded = results.load("smoke", "02_horizons")
+    assert not {"seconds", "tokens_per_second", "provenance", "documents", "curves"} & loaded["arms"][0].keys()
+    assert loaded["provenance"]["runs"][loaded["arms"][0]["config_hash"]]["tokens_per_second"] == 3600.0
+
+
+def test_two_executions_differ_in_provenance_only(outputs):
+    finished()
+    first = results.load("smoke", "02_horizons")
+    finished()
+    second = results.load("smoke", "02_horizons")
+    del first["provenance"], second["provenance"]
+    assert first == second
+
+
+REQUIRED = (
+    "val_loss", "hit", "exact_set", "margin_over_token_id", "router_entropy", "load_entropy", "static_hit", "token_id_hit", "reuse", "lambda_pred",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("metric", REQUIRED)
+def test_a_missing_metric_is_an_error_and_leaves_the_old_file(outputs, metric):
+    finished()
+    before = (outputs / "smoke" / "02_horizons" / "results.json").read_bytes()
+    arms = study()
+    del arms[2][metric]
+    run = results.start("02_horizons", "smoke", {})
+    with pytest.raises(results.ResultError, match=rf"arms\[2\].*{metric}"):
+        run.finish(arms, [])
+    assert (outputs / "smoke" / "02_horizons" / "results.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.8"])
+def test_a_value_that_is_no_finite_number_is_an_error(outputs, value):
+    arms = study()
+    arms[0]["hit"]["linear"]["1"] = value
+    with pytest.raises(results.ResultError):
+        results.start("02_horizons", "smoke", {}).finish(arms, [])
+    assert not (outputs / "smoke" / "02_horizons" / "results.json").exists()
+
+
+def test_an_arm_without_a_model_needs_no_training_metrics(outputs):
+    results.start("05_cache_simulation", "smoke", {}).finish([{"arm": "demand", "seed": 0, "tokens_per_second": 1.0}], [])
+    assert results.load("smoke", "05_cache_simulation")["arms"][0]["arm"] == "demand"
+
+
+def test_absent_and_older_results_say_what_to_do(outputs):
+    with pytest.raises(results.ResultError, match="02_horizons has no results in profile smoke: run its notebook first"):
+        results.load("smoke", "02_horizons")
+    finished()
+    path = outputs / "smoke" / "02_horizons" / "results.json"
+    old = json.loads(path.read_text())
+    del old["schema_version"]
+    path.write_text(json.dumps(old))
+    with pytest.raises(results.ResultError, match="schema version none, this code reads 1: run the notebook again"):
+        results.load("smoke", "02_horizons")
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_rubbish(outputs, monkeypatch):
+    finished()
+    folder = outputs / "smoke" / "02_horizons"
+    before = (folder / "results.json").read_bytes()
+    write = Path.write_bytes
+
+    def full(self, content):
+        write(self, content[: len(content) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        finished()
+    assert (folder / "results.json").read_bytes() == before and not list(folder.glob(".*"))
+
+
+# --- figures and findings --------------------------------------------------------------------------------------------
+
+def line():
+    figure = Figure(figsize=(3, 2))
+    figure.subplots().plot([0, 1], [0, 1])
+    return figure
+
+
+def test_a_figure_is_saved_twice_with_its_text_and_shows_it_in_the_notebook(outputs):
+    run = results.start("02_horizons", "smoke", {})
+    picture = run.save_figure("line", line(), "A line that rises.")
+    run.finish(study(), [])
+    folder = outputs / "smoke" / "02_horizons"
+    (entry,) = results.load("smoke", "02_horizons")["figures"]
+    assert entry["alt"] == "A line that rises." and (folder / entry["svg"]).exists() and (folder / entry["png"]).exists()
+    data, metadata = picture._repr_mimebundle_()
+    assert metadata["image/png"] == {"alt": "A line that rises.", "width": 288}
+
+
+def test_the_same_figure_gives_the_same_bytes(outputs):
+    run = results.start("02_horizons", "smoke", {})
+    files = []
+    for _ in range(2):
+        run.save_figure("line", line(), "A line.")
+        files.append([(run.folder / "figures" / f"line.{kind}").read_bytes() for kind in ("svg", "png")])
+    assert files[0] == files[1]
+
+
+def test_a_figure_needs_an_alternative_text(outputs):
+    with pytest.raises(results.ResultError, match="alternative text"):
+        results.start("02_horizons", "smoke", {}).save_figure("line", line(), " ")
+
+
+def test_findings_are_shown_as_a_quoted_block(outputs):
+    assert results.start("02_horizons", "smoke", {}).found("A.", "B.")._repr_markdown_() == "> A.\n>\n> B.\n>"
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+CLAIMS = {spec["id"]: spec for spec in yaml.safe_load((results.ASSETS / "claims.yaml").read_text())}
+# What 01 and 02 can decide; everything else waits for its experiment.
+DECIDED = {
+    "ranking-gain", "predictable-backbone", "quality-cost", "mechanism", "linear-gain", "gain-grows-with-horizon", "ranking-is-stronger",
+    "not-popularity", "not-token-identity", "margin-gain", "less-reuse",
+}  # fmt: skip
+
+
+def test_without_results_every_claim_is_not_tested_and_says_why(outputs):
+    (outputs / "smoke").mkdir()
+    claims = results.update_claims("smoke")
+    assert {claim["id"] for claim in claims} == set(CLAIMS) and len(claims) == len(CLAIMS)
+    assert {claim["verdict"] for claim in claims} == {"not tested"}
+    assert all(claim["effect"] is None and claim["why"] for claim in claims)
+    assert results.load_claims("smoke") == claims
+
+
+def test_three_seeds_decide_the_claims_of_the_first_notebooks_and_no_others(outputs):
+    finished("01_mechanism")
+    finished("02_horizons")
+    claims = results.update_claims("smoke")
+    assert {claim["id"] for claim in claims if claim["verdict"] != "not tested"} == DECIDED
+    assert all(claim["n"] == 3 and len(claim["effect"]["ci95"]) == 2 for claim in claims if claim["id"] in DECIDED)
+
+
+@pytest.mark.parametrize("seeds, words", [((0,), "single seed"), ((0, 1), "2 seeds")])
+def test_too_few_seeds_show_an_effect_but_no_verdict(outputs, seeds, words):
+    finished(arms=study(seeds))
+    gain = next(claim for claim in results.update_claims("smoke") if claim["id"] == "ranking-gain")
+    assert gain["verdict"] == "not tested" and words in gain["why"] and gain["effect"]["n"] == len(seeds)
+
+
+def made(values, metric="hit", predictor="ranking"):
+    """Three seeds of baseline and joint whose hit@k differ by exactly `values` (one per horizon) plus a little per seed."""
+    arms = study(arms={"baseline": 0.0, "joint": 1.0})
+    for base, joint in zip(arms[::2], arms[1::2]):
+        for h, value in zip(("1", "2", "4"), values):
+            joint[metric][predictor][h] = base[metric][predictor][h] + value + 0.001 * (base["seed"] - 1)
+    return {"02_horizons": {"arms": arms}}
+
+
+@pytest.mark.parametrize(
+    "values, word",
+    [
+        ((0.029, 0.043, 0.052), "replicated"), ((0.005, 0.043, 0.052), "partly"), ((0.0, 0.043, 0.052), "partly"),
+        ((0.0, 0.001, -0.001), "not replicated"), ((-0.03, -0.04, -0.05), "not replicated"),
+    ],
+)  # fmt: skip
+def test_the_headline_claim_by_hand(values, word):
+    claim = results.evaluate(CLAIMS["ranking-gain"], made(values))
+    assert claim["verdict"] == word
+    assert [e["mean"] for e in claim["effects"]] == pytest.approx(values)
+    # three differences d - 0.001, d, d + 0.001: half-width 4.3027 * 0.001 / sqrt(3) = 0.00248
+    assert claim["effect"]["ci95"] == pytest.approx([values[0] - 0.002484, values[0] + 0.002484], abs=1e-6)
+
+
+def test_the_measured_text_has_every_horizon_with_its_interval():
+    text = results.evaluate(CLAIMS["ranking-gain"], made((0.029, 0.043, 0.052)))["measured"]
+    assert text == "+2.9 points [+2.7, +3.1] / +4.3 points [+4.1, +4.5] / +5.2 points [+5.0, +5.4] at h = 1 / 2 / 4 (3 seeds)"
+
+
+def test_growth_with_the_horizon_by_hand():
+    claim = results.evaluate(CLAIMS["gain-grows-with-horizon"], made((0.029, 0.043, 0.052)))
+    assert claim["effect"]["mean"] == pytest.approx(0.023) and claim["verdict"] == "replicated"
+
+
+def test_isolation_compares_two_heads_of_the_same_arm():
+    arms = study(arms={"baseline": 0.0, "joint": 1.0})
+    for row in arms[1::2]:
+        row["hit"]["cotrained"] = {h: value + 0.002 + 0.0001 * row["seed"] for h, value in row["hit"]["linear"].items()}
+    claim = results.evaluate(CLAIMS["predictable-backbone"], {"02_horizons": {"arms": arms}})
+    assert claim["effect"]["mean"] == pytest.approx(0.0021) and claim["verdict"] == "replicated"
+    assert claim["effect"]["name"] == "joint hit.cotrained - joint hit.linear, h=1"
+
+
+def test_quality_cost_is_relative():
+    arms = study(arms={"baseline": 0.0, "joint": 1.0})
+    for base, joint in zip(arms[::2], arms[1::2]):
+        joint["val_loss"] = base["val_loss"] * (1.004 + 0.0001 * base["seed"])
+    claim = results.evaluate(CLAIMS["quality-cost"], {"02_horizons": {"arms": arms}})
+    assert claim["effect"]["mean"] == pytest.approx(0.0041) and claim["verdict"] == "replicated" and claim["measured"].startswith("+0.41%")
+
+
+def test_the_best_experiment_decides():
+    found = made((0.029, 0.043, 0.052)) | {"14_ranking_seeds": made((0.0, 0.0, 0.0))["02_horizons"]}
+    claim = results.evaluate(CLAIMS["ranking-gain"], found)
+    assert claim["notebook"] == "14_ranking_seeds" and claim["verdict"] == "not replicated"
+
+
+def test_a_missing_arm_or_metric_is_named():
+    found = made((0.029, 0.043, 0.052))
+    without = {"02_horizons": {"arms": [row for row in found["02_horizons"]["arms"] if row["arm"] == "baseline"]}}
+    assert "no arm 'joint'" in results.evaluate(CLAIMS["ranking-gain"], without)["why"]
+    del found["02_horizons"]["arms"][0]["hit"]["ranking"]["4"]
+    assert "has no hit.ranking.4" in results.evaluate(CLAIMS["ranking-gain"], found)["why"]
+
+
+def test_values_by_seed_refuses_a_seed_twice():
+    with pytest.raises(results.ResultError, match="seed twice"):
+        results.values_by_seed([measurement("joint", 0), measurement("joint", 0)], "joint", "val_loss")
+
+
+@pytest.mark.parametrize("spec", CLAIMS.values(), ids=CLAIMS)
+def test_claims_are_well_formed(spec):
+    assert set(spec) <= {"id", "headline", "statement", "reference", "notebook", "measure", "rule", "expected", "unit"}
+    assert spec["statement"].endswith(".") and spec["notebook"] and all(re.fullmatch(r"\d\d_\w+", name) for name in spec["notebook"])
+    assert ("measure" in spec) == ("rule" in spec) == ("expected" in spec) == ("unit" in spec)
+    if spec.get("rule") == "direction":
+        assert len(spec["expected"]) == len(spec["measure"].get("horizons", [1]))
+
+
+@pytest.mark.parametrize("kind", ["results", "claims"])
+def test_schemas_are_schemas(kind):
+    jsonschema.Draft202012Validator.check_schema(json.loads((results.ASSETS / f"{kind}.schema.json").read_text()))
+
+
+def test_the_claims_schema_refuses_an_unknown_verdict(outputs):
+    (outputs / "smoke").mkdir()
+    claims = copy.deepcopy(results.update_claims("smoke"))
+    claims[0]["verdict"] = "confirmed"
+    (outputs / "smoke" / "claims.json").write_text(json.dumps(claims))
+    with pytest.raises(results.ResultError, match="verdict"):
+        results.load_claims("smoke")
+
+
+@pytest.mark.parametrize("path", sorted((paths.ROOT / "outputs").glob("*/*/results.json")) or [None], ids=str)
+def test_committed_results_meet_the_schema(path):
+    if path is None:
+        pytest.skip("no results are committed yet")
+    assert results.load(path.parents[1].name, path.parent.name)["experiment"] == path.parent.name
+
+
+# --- experiments: tables and sentences -------------------------------------------------------------------------------
+
+def test_holm_runs_over_the_horizons_of_one_predictor():
+    effects = experiments.hit_effects(study(), "joint", "baseline", predictors=["linear", "ranking"])
+    for predictor in ("linear", "ranking"):
+        mine = [e for e in effects if e["predictor"] == predictor]
+        assert [e["p_holm"] for e in mine] == stats.holm([e["p"] for e in mine])
+    assert {e["family"] for e in effects if e["predictor"] == "ranking"} == {"primary"}
+    assert {e["family"] for e in effects if e["predictor"] == "linear"} == {"exploratory"}
+
+
+def test_domain_gains_are_weighted_by_tokens():
+    base, joint = measurement("baseline", 0, gain=0.0), measurement("joint", 0)
+    for row, values in ((base, [0.5, 0.5, 0.5]), (joint, [0.6, 0.9, 0.4])):
+        row["documents"] = {"domain": ["code", "code", "plays"], "tokens": [30, 10, 5], "hit": {"ranking": {"1": values}}}
+    gains = experiments.domain_gains([base, joint], "ranking").set_index("domain").gain
+    assert gains["code"] == pytest.approx((30 * 0.1 + 10 * 0.4) / 40) and gains["plays"] == pytest.approx(-0.1)
+
+
+def test_choose_takes_the_largest_gain_among_those_that_pass_the_gate():
+    arms = study((7, 8), {"baseline": 0.0, "a": 0.5, "b": 1.0, "c": 2.0})
+    for row in arms:
+        row["val_loss"] = 4.5 * (1.01 if row["arm"] == "c" else 1.0)
+    assert experiments.choose(arms) == "b"
+    for row in arms:
+        row["val_loss"] = 4.5 if row["arm"] == "baseline" else 4.7
+    assert experiments.choose(arms) is None
+
+
+@pytest.mark.parametrize("mean, half, verb", [(0.02, 0.01, "raises"), (-0.02, 0.01, "lowers"), (0.02, 0.03, "does not measurably change")])
+def test_the_verb_follows_the_data(mean, half, verb):
+    effect = {"mean": mean, "ci95": [mean - half, mean + half], "n": 3, "horizon": 1, "predictor": "ranking"}
+    assert f"It {verb} hit@k" in experiments.say(effect, "It", "hit@k", "points")
+    assert f"It {verb} hit@k" in experiments.say_by_horizon([effect], "It", "hit@k")
+
+
+def test_one_seed_is_called_exploratory():
+    effect = {"mean": 0.02, "ci95": None, "n": 1, "horizon": 1}
+    assert "exploratory" in experiments.say(effect, "It", "hit@k", "points")
+
+
+@pytest.mark.parametrize("ours, words", [(0.058, "on the same side, 2.0 times its size"), (-0.0145, "on the other side, 0.5 times its size")])
+def test_comparison_with_the_reference(ours, words):
+    assert words in experiments.compare({"mean": ours, "ci95": None}, 0.029)
+
+
+def test_answers_without_results_say_so_and_with_them_give_every_answer(outputs):
+    (outputs / "smoke").mkdir()
+    assert experiments.answers(results.update_claims("smoke"), None) == ["**Does it work?** Not known in this profile: 02_horizons has not been run."]
+    finished()
+    lines = experiments.answers(results.update_claims("smoke"), results.load("smoke", "02_horizons"))
+    assert [line.split("**")[1][:8] for line in lines] == ["Does it ", "How much", "At what ", "How sure", "What fai"]
+    assert "+" in lines[0] and "points" in lines[0]
+
+
+def test_the_reference_effects_are_differences_of_its_own_levels():
+    reference = results.reference()
+    level = {(row["arm"], row["predictor"]): row for row in reference["hit"]}
+    for row in reference["effect"]:
+        for h in ("1", "2", "4"):
+            difference = level["joint", row["predictor"]][h] - level["baseline", row["predictor"]][h]
+            assert row[h] == pytest.approx(difference, abs=0.0011)   # the study rounds each number by itself
