@@ -22,6 +22,9 @@ from typing import NamedTuple, Protocol
 from predmoe.config import ConfigError
 
 
+LONGEST_SPACE = 100_000  # the pattern engine of tiktoken gives up on runs several times as long
+
+
 class Document(NamedTuple):
     """One text that is never cut: `name` is unique within `domain`."""
 
@@ -61,7 +64,7 @@ def corpus(spec: str) -> Corpus:
             raise ConfigError(f"corpus={spec!r}: what follows the colon must be a number of documents, as in fineweb-edu:40000")
         return FinewebEdu(int(rest)) if rest else FinewebEdu()
     if name == "files":
-        paths = tuple(Path(part) for part in rest.split(",") if part)
+        paths = tuple(Path(part).expanduser() for part in rest.split(",") if part)
         if not paths:
             raise ConfigError(f"corpus={spec!r} names no path; write files:PATH[,PATH...]")
         return LocalFiles(paths)
@@ -77,6 +80,20 @@ def contents_key(documents: Iterator[Document]) -> str:
             digest.update(b"%d:" % len(raw))
             digest.update(raw)
     return digest.hexdigest()
+
+
+def distinct(documents: Iterator[Document]) -> Iterator[Document]:
+    """Without empty documents and those whose text has come before. Raises ConfigError for what tiktoken cannot split."""
+    seen = set()
+    for document in documents:
+        if len(document.text) > LONGEST_SPACE and re.search(rf"\s{{{LONGEST_SPACE}}}", document.text):
+            raise ConfigError(
+                f"document {document.name!r} has {LONGEST_SPACE:,} white-space characters in a row, which tiktoken cannot split; shorten them"
+            )
+        mark = hashlib.sha256(document.text.encode()).digest()[:16]
+        if document.text and mark not in seen:
+            seen.add(mark)
+            yield document
 
 
 # ---------------------------------------------------------------------------------------------------------- offline
@@ -140,7 +157,8 @@ def _decode(raw: bytes, path: Path, offset: int = 0) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: byte {raw[error.start]:#04x} at offset {offset + error.start}; convert it, for example with iconv") from None
+        place = f"byte {raw[error.start]:#04x} at offset {offset + error.start}"
+        raise ConfigError(f"{path} is not UTF-8: {place}; convert it, for example with iconv") from None
 
 
 def _speeches() -> Iterator[Document]:

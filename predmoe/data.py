@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -26,13 +25,12 @@ import numpy as np
 import tiktoken
 
 from predmoe.config import ConfigError, DataConfig
-from predmoe.corpora import Corpus, Document, corpus
+from predmoe.corpora import Corpus, Document, corpus, distinct
 
 # B batch, T time, W windows of an evaluation set, S tokens of the whole file, D documents
 
 FORMAT = 1  # of the cache folder; a change makes old folders unknown
 ENDOFTEXT = "<|endoftext|>"
-LONGEST_SPACE = 100_000  # tiktoken's pattern engine gives up on runs several times as long
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 
@@ -97,7 +95,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 # ------------------------------------------------------------------------------------------------------- token files
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EvalSet:
     """Windows of whole held-out documents; `document` and `domain` belong to each input token.
 
@@ -110,7 +108,7 @@ class EvalSet:
     domain: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """Document indices, disjoint: `heldout` and `dev` in reading order, `train` in file order."""
 
@@ -119,7 +117,7 @@ class Split:
     train: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tokens:
     """An encoded corpus and its split. Document d is tokens[offsets[d] : offsets[d + 1]], its last token end-of-text.
 
@@ -183,7 +181,7 @@ def prepare(config: DataConfig, *, cache: Path | None = None) -> Tokens:
     cannot be read, is empty, or is too small for the held-out and development sets.
     """
     source, tokenizer = corpus(config.corpus), load_tokenizer(config.tokenizer)
-    cache = cache or Path(os.environ.get("PREDMOE_CACHE") or Path.home() / ".cache" / "predmoe")
+    cache = cache or Path(os.environ.get("PREDMOE_CACHE") or "~/.cache/predmoe").expanduser()
     address = hashlib.sha256(f"{FORMAT} {source.key()} {tokenizer.hash}".encode()).hexdigest()[:16]
     folder = cache / "tokens" / f"{source.name}-{tokenizer.name}-{address}"
     if not folder.is_dir():
@@ -192,6 +190,8 @@ def prepare(config: DataConfig, *, cache: Path | None = None) -> Tokens:
     with np.load(folder / "documents.npz") as table:
         offsets, domain, lot = table["offsets"], table["domain"], table["lot"]
     tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
+    if len(tokens) != offsets[-1]:  # a machine that went down may have kept the name but not the bytes
+        raise ConfigError(f"token file {folder / 'tokens.bin'} has {len(tokens)} tokens instead of {offsets[-1]}; delete its folder and run again")
     split = _split(config, np.diff(offsets), domain, lot, meta["domains"])
     digest = hashlib.sha256(meta["hash"].encode())
     for part in (split.heldout, split.dev):
@@ -207,7 +207,7 @@ def _encode(config: DataConfig, source: Corpus, tokenizer: Tokenizer, folder: Pa
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     progress = _Progress(f"encoding {config.corpus} with {config.tokenizer}")
     names, domains, lots, encoded = [], [], [], []
-    for batch in _batches(_distinct(source.documents())):
+    for batch in _batches(distinct(source.documents())):
         for document, ids in zip(batch, tokenizer.encode_batch([document.text for document in batch])):
             names.append(document.name)
             domains.append(document.domain)
@@ -251,18 +251,6 @@ def _encode(config: DataConfig, source: Corpus, tokenizer: Tokenizer, folder: Pa
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _distinct(documents: Iterator[Document]) -> Iterator[Document]:
-    """Without empty documents and without those whose text has come before; what cannot be encoded is refused."""
-    seen = set()
-    for document in documents:
-        if len(document.text) > LONGEST_SPACE and re.search(rf"\s{{{LONGEST_SPACE}}}", document.text):
-            raise ConfigError(f"document {document.name!r} has a run of over {LONGEST_SPACE:,} white-space characters, which tiktoken cannot split; shorten it")
-        mark = hashlib.sha256(document.text.encode()).digest()[:16]
-        if document.text and mark not in seen:
-            seen.add(mark)
-            yield document
-
-
 def _batches(documents: Iterator[Document], characters: int = 1 << 22) -> Iterator[list[Document]]:
     batch, size = [], 0
     for document in documents:
@@ -288,7 +276,8 @@ class _Progress:
         now = time.monotonic()
         if now - self.shown >= 1:
             self.shown = now
-            print(f"\r{self.what}: {self.documents:,} documents, {self.tokens:,} tokens, {now - self.start:.0f} s", end="", file=sys.stderr, flush=True)
+            line = f"{self.what}: {self.documents:,} documents, {self.tokens:,} tokens, {now - self.start:.0f} s"
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.shown > self.start:
@@ -307,14 +296,19 @@ def _split(config: DataConfig, lengths: np.ndarray, domain: np.ndarray, lot: np.
     total, wanted = int(lengths.sum()), config.heldout_tokens + config.dev_tokens
     advice = "use a larger corpus, or lower heldout_tokens and dev_tokens"
     if 2 * wanted > total:
-        raise ConfigError(f"corpus={config.corpus!r} has {total} tokens, but heldout_tokens + dev_tokens = {wanted} is more than half of them; {advice}")
+        raise ConfigError(
+            f"corpus={config.corpus!r} has {total} tokens, but heldout_tokens + dev_tokens = {wanted} is more than half of them; {advice}"
+        )
     chosen: dict[str, list[np.ndarray]] = {"heldout": [], "dev": []}
     for index, name in enumerate(domains):
         members = np.flatnonzero(domain == index)
         share = lengths[members].sum() / total
         free = members[np.argsort(lot[members], kind="stable")]
         if len(free) < 3:
-            raise ConfigError(f"domain {name!r} of corpus={config.corpus!r} has {len(free)} documents; held-out, dev and training sets need one each: {advice}")
+            raise ConfigError(
+                f"domain {name!r} of corpus={config.corpus!r} has {len(free)} documents, but held-out, dev and training sets need "
+                "one each; split its text into more documents, or leave the domain out"
+            )
         for part, size in (("heldout", config.heldout_tokens), ("dev", config.dev_tokens)):
             quota = int(np.ceil((size + 1) * share))  # one more: the last window's last target
             bound = max(quota / 4, np.quantile(lengths[members], 0.1))
@@ -324,7 +318,10 @@ def _split(config: DataConfig, lengths: np.ndarray, domain: np.ndarray, lot: np.
             taken = queue[:count]
             free = free[~np.isin(free, taken)]
             if count > len(queue) or not len(free):
-                raise ConfigError(f"domain {name!r} of corpus={config.corpus!r} has too few documents to hold {quota} tokens out and keep one to train on; {advice}")
+                raise ConfigError(
+                    f"domain {name!r} of corpus={config.corpus!r} has too few documents to take {quota} tokens for "
+                    f"{part}_tokens={size} and keep one to train on; {advice}"
+                )
             chosen[part].append(taken)
     heldout, dev = (_interleave(chosen[part], lengths) for part in ("heldout", "dev"))
     train = np.setdiff1d(np.arange(len(lengths)), np.concatenate([heldout, dev]))
