@@ -1,0 +1,178 @@
+"""The HTML report: an index with claims, figure and experiments, and a page for each executed notebook.
+
+One folder, outputs/PROFILE/html, which needs no network: figures are inline, formulas are MathML, and the pages forbid the browser to load
+anything (Content-Security-Policy). Reads executed notebooks, results.json and claims.json; computes nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import itertools
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import jinja2
+import nbformat
+from latex2mathml.converter import convert
+from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from pygments.formatters import HtmlFormatter
+from traitlets.config import Config
+
+from . import paths, results
+
+TEMPLATES = Path(__file__).parent / "templates"
+MARKS = {"replicated": "✓", "partly": "◐", "not replicated": "✗", "not tested": "–"}   # the verdict without colour
+SHOWN = ["text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown", "text/latex", "text/plain"]   # no scripts, no widgets
+
+
+def write(profile: str, failures: Mapping[str, str] = {}) -> Path:
+    """Write outputs/PROFILE/html from what the profile holds and return its index.html.
+
+    failures: name -> sentence, the notebooks that failed just now. What has not run is shown as not run.
+    """
+    folder = paths.outputs(profile)
+    executed = {path.stem: path for path in sorted(folder.glob("[0-9][0-9]_*/*.ipynb")) if path.stem == path.parent.name}
+    jinja = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined)
+    shared = {"profile": profile, "style": _style()}
+
+    new = folder / "html.new"   # whole or not at all: the old report stays until the new one is complete
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    for name, path in executed.items():
+        body, contents = notebook_html(path)
+        title = contents[0][1] if contents else name
+        page = jinja.get_template("page.html").render(shared, title=title, contents=contents, body=body)
+        (new / f"{name}.html").write_text(page)
+    (new / "index.html").write_text(jinja.get_template("index.html").render(shared, title="Report", **_index(profile, executed, failures)))
+    shutil.rmtree(folder / "html", ignore_errors=True)
+    new.rename(folder / "html")
+    return folder / "html" / "index.html"
+
+
+def _index(profile: str, executed: Mapping[str, Path], failures: Mapping[str, str]) -> dict:
+    names = sorted({path.stem for path in paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")} | executed.keys())
+    experiments = [{"name": name, "title": _title(name, executed), "state": _state(name, executed, failures)} for name in names]
+    claims, problem = [], None
+    try:
+        claims = results.load_claims(profile)
+    except results.ResultError as error:
+        problem = f"{str(error)[0].upper()}{str(error)[1:]}."
+    except json.JSONDecodeError as error:
+        problem = f"claims.json is damaged ({error}): run 00_report again."
+    if failures and claims:
+        problem = f"Not everything ran: {', '.join(failures)}. The claims below are those of the last complete report."
+    return {"claims": claims, "problem": problem, "figure": _summary(profile), "experiments": experiments, "pages": set(executed),
+            "ran": len(executed), "marks": MARKS}  # fmt: skip
+
+
+def _title(name: str, executed: Mapping[str, Path]) -> str:
+    source = executed.get(name, paths.NOTEBOOKS / f"{name}.ipynb")
+    text = "\n".join(cell.source for cell in nbformat.read(source, as_version=4).cells if cell.cell_type == "markdown")
+    heading = re.search(r"^#\s+(.+)$", text, flags=re.MULTILINE)
+    return heading[1].strip() if heading else name
+
+
+def _state(name: str, executed: Mapping[str, Path], failures: Mapping[str, str]) -> str:
+    if name in failures:
+        return f"failed: {failures[name]}" + (" The page is that of an earlier execution." if name in executed else "")
+    if name not in executed:
+        return "not run"
+    record = executed[name].with_name("executed.json")
+    return f"executed in {json.loads(record.read_text())['seconds']:.0f} s" if record.exists() else "executed"
+
+
+def _summary(profile: str) -> dict | None:
+    """The summary figure of 00_report, inline, with its alternative text."""
+    folder = paths.outputs(profile) / "00_report"
+    for name, kind in (("summary.svg", "image/svg+xml"), ("summary.png", "image/png")):
+        if (source := folder / "figures" / name).exists():
+            described = {}
+            if (folder / "results.json").exists():
+                described = {f["name"]: f["alt"] for f in json.loads((folder / "results.json").read_text()).get("figures", [])}
+            alt = described.get("summary", "Summary of all experiments; the table of claims above has the numbers.")
+            return {"source": f"data:{kind};base64,{base64.b64encode(source.read_bytes()).decode()}", "alt": alt}
+    return None
+
+
+def _style() -> str:
+    light, dark = (HtmlFormatter(style=style).get_style_defs(".highlight") for style in ("default", "github-dark"))
+    return f"{light}\n@media (prefers-color-scheme: dark) {{\n{dark}\n}}\n{(TEMPLATES / 'style.css').read_text()}"
+
+
+# --- a notebook --------------------------------------------------------------------------------------------------------
+
+def notebook_html(path: Path) -> tuple[str, list[tuple[int, str, str]]]:
+    """The cells of a notebook as HTML, and its headings down to the third level as (level, text, anchor)."""
+    exporter = _Exporter()
+    body, _ = exporter.from_notebook_node(nbformat.read(path, as_version=4), {"metadata": {"path": str(path.parent)}})
+    return body, [heading for heading in exporter.headings if heading[0] <= 3]
+
+
+class _Exporter(HTMLExporter):
+    """nbconvert with the cell template of templates/cells, formulas as MathML, and no script of any kind."""
+
+    def __init__(self):
+        self.headings: list[tuple[int, str, str]] = []
+        config = Config({"NbConvertBase": {"display_data_priority": SHOWN}, "HTMLExporter": {"embed_images": True}})
+        super().__init__(config=config, template_name="cells", extra_template_basedirs=[str(TEMPLATES)])
+        self.register_filter("latex2html", _outer_math)
+
+    @jinja2.pass_context
+    def markdown2html(self, context, source):
+        cell, folder = context.get("cell", {}), context["resources"]["metadata"]["path"]
+        renderer = _Renderer(self.headings, escape=False, embed_images=True, path=folder, attachments=cell.get("attachments", {}))
+        return MarkdownWithMath(renderer=renderer).render(source)
+
+
+class _Renderer(IPythonRenderer):
+    """Markdown with formulas as MathML; headings are noted in `headings` and get anchors that are unique in the page."""
+
+    def __init__(self, headings: list, **options):
+        super().__init__(**options)
+        self.headings = headings
+
+    def heading(self, text, level, **attributes):
+        plain = html.unescape(re.sub(r"<[^>]+>", "", text)).strip()
+        anchor = re.sub(r"\W+", "-", plain.lower()).strip("-") or "section"
+        taken = {known for _, _, known in self.headings}
+        numbered = (f"{anchor}-{n}" for n in itertools.count(2))
+        anchor = next(name for name in itertools.chain([anchor], numbered) if name not in taken)
+        self.headings.append((level, plain, anchor))
+        return f'<h{level} id="{anchor}">{text}<a class="anchor-link" href="#{anchor}" aria-label="Link to this section">¶</a></h{level}>\n'
+
+    def inline_math(self, body):
+        return mathml(body, "inline")
+
+    def block_math(self, body):
+        return mathml(body, "block")
+
+    def latex_environment(self, name, body):
+        return mathml(rf"\begin{{{name}}}{body}\end{{{name}}}", "block")
+
+
+def mathml(tex: str, display: str) -> str:
+    """A formula as MathML. One that the converter does not understand stays TeX, and the terminal says so."""
+    numberless = re.sub(r"\{(align|aligned|equation|gather)\}", lambda m: "{%s*}" % m[1].removesuffix("ed"), tex)
+    try:
+        result = convert(numberless.strip(), display=display)
+    except Exception as error:   # the converter has a dozen unrelated exceptions, and raises IndexError and others besides
+        result, reason = None, type(error).__name__
+    else:
+        unknown = re.search(r">(\\[A-Za-z]+|&)<", result)
+        reason = unknown and unknown[1]
+    if reason:
+        print(f"predmoe: a formula is shown as TeX ({reason}): {tex.strip()}", file=sys.stderr)
+        return f'<code class="tex">{html.escape(tex)}</code>'
+    return result
+
+
+def _outer_math(text: str) -> str:
+    """A text/latex output: one formula within dollars."""
+    stripped = text.strip()
+    return mathml(stripped.strip("$").removeprefix(r"\displaystyle"), "block" if stripped.startswith("$$") or r"\displaystyle" in stripped else "inline")
