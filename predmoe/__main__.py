@@ -1,0 +1,5 @@
+import sys
+
+from predmoe.cli import main
+
+sys.exit(main())

@@ -1,0 +1,91 @@
+"""The command line: `predmoe report` and `predmoe train`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from . import config
+from .config import ConfigError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except ConfigError as error:
+        return _say(str(error), 2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _say(f"no space left for {error.filename or 'a file'}; free some and run the same command again, what is finished is kept", 2)
+    except KeyboardInterrupt:
+        return _say("interrupted; the same command goes on where this one stopped", 130)
+
+
+def _say(sentence: str, code: int) -> int:
+    print(f"predmoe: {sentence}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="predmoe", description="Train mixtures of experts whose activations are predictable, and report what that is worth.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("report", help="run the notebooks of a profile and write its HTML report")
+    command.add_argument("--profile", default="smoke", help="smoke, or a name that params/*/NAME.yaml has (default: smoke)")
+    command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number: 02_horizons or 02")
+    command.add_argument("--force", action="store_true", help="run notebooks that are up to date as well")
+    command.add_argument("--verbose", action="store_true", help="show what the notebooks print while they run")
+    command.set_defaults(command=_report)
+
+    command = commands.add_parser("train", help="train one model and print its folder")
+    command.add_argument("--tier", default="smoke", help=f"one of {', '.join(config.TIERS)} (default: smoke)")
+    command.add_argument("--seed", type=int, default=0, help="initialisation seed (default: 0)")
+    command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
+                         help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
+    command.add_argument("--store", type=Path, help="the run store's folder (default: the one of the tier's profile)")
+    command.set_defaults(command=_train)
+    return parser
+
+
+def _report(options) -> int:
+    from . import execute, report
+
+    failures = execute.run(execute.plan(options.profile, options.only), force=options.force, verbose=options.verbose)
+    print(f"report: {report.write(options.profile, failures)}")
+    return _say(f"{len(failures)} of the notebooks failed: {', '.join(failures)}", 1) if failures else 0
+
+
+def _train(options) -> int:
+    run_config = config.tier(options.tier, seed=options.seed, **_sections(options.changes))
+    from . import runs
+
+    profile = {"a": "tier_a", "b": "tier_b"}.get(options.tier, options.tier)
+    try:
+        run = runs.get_or_train(run_config, store=options.store or runs.default_store(profile), report=lambda line: print(line, file=sys.stderr))
+    except runs.RunFailed as error:
+        return _say(str(error), 1)
+    print(run.path)
+    return 0
+
+
+def _sections(changes: Sequence[str]) -> dict[str, dict]:
+    """["train.steps=200", ...] as {"train": {"steps": 200}, ...}; values are YAML."""
+    sections: dict[str, dict] = {}
+    for change in changes:
+        target, equals, text = change.partition("=")
+        section, dot, field = target.partition(".")
+        if not (equals and dot and section and field):
+            raise ConfigError(f"--set {change!r} is not SECTION.FIELD=VALUE, such as train.steps=200")
+        try:
+            sections.setdefault(section, {})[field] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {change!r}: the value is not YAML") from None
+    return sections

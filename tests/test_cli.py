@@ -1,0 +1,101 @@
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from predmoe import cli, config, execute
+
+
+def test_report_executes_writes_pages_and_carries_on(house, capsys):
+    """The real thing on tiny notebooks: papermill, a kernel, nbconvert."""
+    house.notebook("00_report", 'profile = "smoke"  # profile', "print('all of', profile)")
+    house.notebook("01_mechanism", "x = 0  # divisor", "1 / x")
+    house.notebook("02_horizons", "x = 0.5  # x", "print('x is', x)")
+    house.params("02_horizons", "smoke", "x: 1")
+
+    assert cli.main(["report"]) == 1
+    printed = capsys.readouterr()
+    assert "[1/3] 01_mechanism: FAILED" in printed.out and "ZeroDivisionError" in printed.out
+    assert "[2/3] 02_horizons: executed in" in printed.out and "[3/3] 00_report: not run, it waits for 01_mechanism" in printed.out
+    assert printed.err == "predmoe: 2 of the notebooks failed: 01_mechanism, 00_report\n"
+    html = house.outputs / "smoke" / "html"
+    assert "x is 1.0" in (html / "02_horizons.html").read_text() and "failed: 01_mechanism.ipynb: cell [2]" in (html / "index.html").read_text()
+
+    house.params("01_mechanism", "smoke", "x: 1")
+    assert cli.main(["report", "--verbose"]) == 0
+    printed = capsys.readouterr()
+    assert "[2/3] 02_horizons: up to date" in printed.out and "all of smoke\n" in printed.out
+    assert f"report: {html / 'index.html'}" in printed.out and printed.err == ""
+    assert sorted(path.name for path in html.iterdir()) == ["00_report.html", "01_mechanism.html", "02_horizons.html", "index.html"]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["report"], "there are no notebooks in"),
+        (["train", "--tier", "huge"], "tier='huge' is unknown; choose one of smoke, cpu"),
+        (["train", "--set", "train.stepps=3"], "unknown parameter stepps for TrainConfig"),
+        (["train", "--set", "trian.steps=3"], "unknown section 'trian'"),
+        (["train", "--set", "objective.lambda_pred=3e-1"], "lambda_pred='3e-1' is str, not float"),
+        (["train", "--set", "steps=3"], "'steps=3' is not SECTION.FIELD=VALUE"),
+        (["train", "--set", "train.steps=[3"], "the value is not YAML"),
+        (["train", "--set", "predictor.horizons=[9]"], "horizon 9 must be below num_layers"),
+    ],
+)
+def test_what_a_person_can_mend_is_one_sentence_and_code_2(house, capsys, arguments, said):
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("predmoe: ") and said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+def test_a_full_disk_is_a_sentence_and_another_system_error_a_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(execute, "plan", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.pt")))
+    assert cli.main(["report"]) == 2
+    assert "no space left for state.pt; free some" in capsys.readouterr().err
+    monkeypatch.setattr(execute, "plan", raising(PermissionError(errno.EACCES, "denied", "x")))
+    with pytest.raises(PermissionError):
+        cli.main(["report"])
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch, capsys):
+    monkeypatch.setattr(execute, "plan", raising(KeyboardInterrupt()))
+    assert cli.main(["report"]) == 130
+    assert "goes on where this one stopped" in capsys.readouterr().err
+
+
+def test_train_builds_the_configuration_and_prints_the_folder(house, monkeypatch, capsys):
+    from predmoe import runs
+
+    seen = []
+    monkeypatch.setattr(runs, "get_or_train", lambda run, *, store, report: seen.append((run, store)) or SimpleNamespace(path=store / run.hash))
+    arguments = ["--set", "objective.lambda_pred=0.3", "train.steps=5", "--set", "predictor.horizons=[1, 2]"]
+    assert cli.main(["train", "--tier", "smoke", "--seed", "7", *arguments]) == 0
+    expected = config.tier("smoke", seed=7, objective={"lambda_pred": 0.3}, train={"steps": 5}, predictor={"horizons": [1, 2]})
+    assert seen == [(expected, house.outputs / "smoke" / "runs")]
+    assert capsys.readouterr().out.strip() == str(seen[0][1] / expected.hash)
+    assert cli.main(["train", "--store", "elsewhere"]) == 0 and seen[1][1] == Path("elsewhere")
+
+
+def test_a_run_that_fails_is_code_1(monkeypatch, capsys):
+    from predmoe import runs
+
+    monkeypatch.setattr(runs, "get_or_train", raising(runs.RunFailed("run abc failed: loss is not finite")))
+    assert cli.main(["train"]) == 1
+    assert capsys.readouterr().err == "predmoe: run abc failed: loss is not finite\n"
+
+
+@pytest.mark.parametrize("command", [["-m", "predmoe"], [str(Path(sys.executable).parent / "predmoe")]], ids=["module", "script"])
+def test_the_command_can_be_called(command):
+    called = subprocess.run([sys.executable, *command, "train", "--tier", "huge"], capture_output=True, text=True)
+    assert (called.returncode, called.stdout) == (2, "") and called.stderr.startswith("predmoe: tier='huge'")
