@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HEAD_CHUNK = 512  # rows of logits held at once
+HEAD_CHUNK = 128  # rows of logits held at once: few enough that they stay in the cache
 
 
 def _segments(experts_NK: Tensor, num_experts: int):
