@@ -1,11 +1,12 @@
 """A lock on a folder that survives kill -9 and works for several machines on one shared disk.
 
 The holder writes who it is and touches the file now and then. A lock whose holder is dead (no such process on this
-machine, or no heartbeat for STALE_SECONDS) may be taken over.
+machine, or no heartbeat for STALE_SECONDS from another one) may be taken over; who has lost its lock leaves it alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -27,6 +28,7 @@ class FolderLock:
     def __init__(self, folder: Path, *, waiting=lambda who: None, poll_seconds: float = 0.5):
         self.path = Path(folder) / "lock"
         self.waiting, self.poll_seconds = waiting, poll_seconds
+        self._me = {"pid": os.getpid(), "started": _started(os.getpid()), "host": socket.gethostname()}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -45,47 +47,65 @@ class FolderLock:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), self._guarded():
+            if _holder(self.path) == self._me:
+                self.path.unlink()
+
+    def _guarded(self):
+        """A context in which nobody else looks at the lock or changes it; the kernel ends it however its holder ends."""
+        guard = open(self.path.with_name("lock.guard"), "w")
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        return guard
 
     def _try(self) -> bool:
-        # The guard makes "look, then take" one step; the kernel frees it however its holder ends.
-        with open(self.path.with_name("lock.guard"), "w") as guard:
-            fcntl.flock(guard, fcntl.LOCK_EX)
-            if self.path.exists() and alive(self.path):
+        with self._guarded():
+            if alive(self.path):
                 return False
             partial = self.path.with_name("lock.partial")
-            partial.write_text(json.dumps({"pid": os.getpid(), "started": _started(os.getpid()), "host": socket.gethostname()}))
+            partial.write_text(json.dumps(self._me))
             partial.replace(self.path)
             return True
 
     def _beat(self):
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            os.utime(self.path)
+            if _holder(self.path) != self._me:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(self.path)
 
 
 def alive(path: Path) -> bool:
     """Whether the holder of the lock file still lives; a lock that cannot be read is nobody's."""
-    try:
-        holder = json.loads(path.read_text())
-        age = time.time() - path.stat().st_mtime
-    except (FileNotFoundError, json.JSONDecodeError):
+    holder = _holder(path)
+    if holder is None:
         return False
     if holder["host"] == socket.gethostname():
         return _started(holder["pid"]) == holder["started"] is not None
-    return age < STALE_SECONDS
+    return time.time() - path.stat().st_mtime < STALE_SECONDS
 
 
 def describe(path: Path) -> str:
+    holder = _holder(path)
+    return f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+
+
+def _holder(path: Path) -> dict | None:
+    """Who holds the lock, or None where the file is missing or does not say so."""
     try:
         holder = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return "another process"
-    return f"process {holder['pid']} on {holder['host']}"
+    except (FileNotFoundError, ValueError):
+        return None
+    return holder if isinstance(holder, dict) and {"pid", "started", "host"} <= holder.keys() else None
 
 
 def _started(pid: int) -> str | None:
-    """Start time of a process as the kernel counts it, so that a reused number is not taken for the holder."""
+    """Start time of a living process as the kernel counts it, so that a reused number is not taken for the holder.
+
+    None for a process that has ended with all its threads, even if its parent has not yet asked how.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    state, threads, started = fields[0], int(fields[17]), fields[19]
+    return None if state in "ZX" and threads <= 1 else started
