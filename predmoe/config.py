@@ -39,6 +39,11 @@ def _at_least(name, value, least):
         raise ConfigError(f"{name}={value!r} must be at least {least}")
 
 
+def _positive(name, value):
+    if not value > 0:
+        raise ConfigError(f"{name}={value!r} must be positive")
+
+
 def _within(name, value, low, high):
     if not low <= value <= high:
         raise ConfigError(f"{name}={value!r} must lie in {low}..{high}")
@@ -166,8 +171,11 @@ class TrainConfig:
         for name in ("steps", "batch_size", "threads", "eval_every"):
             _at_least(name, getattr(self, name), 1)
         _at_least("warmup_steps", self.warmup_steps, 0)
-        if not self.lr > 0:
-            raise ConfigError(f"lr={self.lr!r} must be positive")
+        for name in ("lr", "grad_clip", "predictor_lr_scale"):
+            _positive(name, getattr(self, name))
+        for name in ("beta1", "beta2", "final_lr_fraction"):
+            _within(name, getattr(self, name), 0.0, 1.0)
+        _at_least("weight_decay", self.weight_decay, 0.0)
         _choice("dtype", self.dtype, DTYPES)
         _choice("device", self.device.split(":")[0], ("cpu", "cuda"))
 
@@ -193,8 +201,10 @@ class PosthocConfig:
     def __post_init__(self):
         for name in ("tokens", "batch_tokens", "eval_every", "patience", "max_steps"):
             _at_least(name, getattr(self, name), 1)
-        if not self.lr > 0:
-            raise ConfigError(f"lr={self.lr!r} must be positive")
+        _positive("lr", self.lr)
+        _at_least("weight_decay", self.weight_decay, 0.0)
+        if self.eval_every > self.max_steps:
+            raise ConfigError(f"eval_every={self.eval_every} exceeds max_steps={self.max_steps}: the fit would end without one evaluation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +355,8 @@ def tier(name: str, *, seed: int | None = None, **sections) -> RunConfig:
     for section, changes in sections.items():
         if section not in parts:
             raise ConfigError(f"unknown section {section!r}; a run has {', '.join(parts)}")
+        if not isinstance(changes, dict):
+            raise ConfigError(f"section {section!r} is a mapping of changed fields, not {changes!r}")
         parts[section] |= changes
     if seed is not None:
         parts["train"]["seed"] = seed
