@@ -1,6 +1,8 @@
 """pyproject.toml, requirements.lock and environment.yml say the same, and the environment at hand is what they say."""
 
+import ast
 import re
+import sys
 import tomllib
 from importlib import metadata
 
@@ -29,6 +31,20 @@ def test_the_lock_pins_exact_versions_only():
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_every_dependency_is_locked_at_a_version_it_allows(asked):
     assert asked.specifier.contains(LOCK[canonicalize_name(asked.name)])
+
+
+@pytest.mark.parametrize("folder, extras", [("predmoe", []), ("scripts", []), ("tests", ["test"])])
+def test_everything_imported_is_a_declared_dependency(folder, extras):
+    """Not only what some other package happens to bring along."""
+    declared = PROJECT["project"]["dependencies"] + sum((EXTRAS[extra] for extra in extras), [])
+    allowed = {canonicalize_name(Requirement(text).name) for text in declared}
+    allowed |= {"predmoe"} | {path.stem for path in (paths.ROOT / folder).glob("*.py")} | sys.stdlib_module_names
+    providers = metadata.packages_distributions()
+    for path in (paths.ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            for top in {name.split(".")[0] for name in names}:
+                assert allowed & {top, *map(canonicalize_name, providers.get(top, []))}, f"{path.name} imports {top}, which pyproject.toml does not list"
 
 
 def test_the_lock_has_nothing_that_nobody_asked_for():
