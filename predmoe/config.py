@@ -190,10 +190,10 @@ class PosthocConfig:
 
     tokens: int = 196_608
     batch_tokens: int = 2048
-    lr: float = 3e-3
+    lr: float = 1e-2
     weight_decay: float = 0.0
-    eval_every: int = 150
-    min_gain: float = 5e-4
+    eval_every: int = 125
+    min_gain: float = 1e-3
     patience: int = 3
     max_steps: int = 6000
     seed: int = 0
