@@ -14,6 +14,12 @@ from torch import Tensor
 HEAD_CHUNK = 128  # rows of logits held at once: few enough that they stay in the cache
 
 
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products compute in: autocast's dtype where it is on, which products with out= do not take up by themselves."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def _segments(experts_NK: Tensor, num_experts: int):
     """Rows sorted by expert: (order_M into the flattened choices, its inverse, [(expert, first row, end row)])."""
     flat_M = experts_NK.reshape(-1)
@@ -75,14 +81,18 @@ def grouped_experts(x_ND: Tensor, gates_NK: Tensor, experts_NK: Tensor, gate_up_
 
     gate_up_EGD (E, 2F, D) stacks gate and up projections, down_EDF is (E, D, F). Tokens are grouped by expert, one
     matrix product per expert and projection; a token's experts must be distinct. Deterministic: no scatter-add.
+    Computed in x's dtype, or in autocast's.
     """
-    return _GroupedExperts.apply(x_ND, gates_NK, experts_NK, gate_up_EGD, down_EDF)
+    dtype = _product_dtype(x_ND)
+    with torch.autocast(x_ND.device.type, enabled=False):
+        return _GroupedExperts.apply(x_ND.to(dtype), gates_NK, experts_NK, gate_up_EGD.to(dtype), down_EDF.to(dtype))
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h_ND, weight_VD, targets_N):
         N = h_ND.shape[0]
+        cast_VD = weight_VD.to(h_ND.dtype)
         wanted = any(ctx.needs_input_grad[:2])
         losses_N = h_ND.new_empty(N, dtype=torch.float32)
         dh_ND = torch.empty_like(h_ND) if wanted else None
@@ -90,7 +100,7 @@ class _HeadLoss(torch.autograd.Function):
         for s in range(0, N, HEAD_CHUNK):
             rows = slice(s, s + HEAD_CHUNK)
             target = targets_N[rows].unsqueeze(1)
-            logits = (h_ND[rows] @ weight_VD.t()).float()
+            logits = (h_ND[rows] @ cast_VD.t()).float()
             high = logits.amax(dim=1, keepdim=True)
             own = logits.gather(1, target)
             exp = logits.sub_(high).exp_()  # in place and step by step: torch's fused log_softmax is slower on a CPU
@@ -100,8 +110,11 @@ class _HeadLoss(torch.autograd.Function):
                 grad = exp.mul_(total.reciprocal())
                 grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=torch.float32))
                 grad = grad.to(h_ND.dtype)
-                torch.mm(grad, weight_VD, out=dh_ND[rows])
-                dw_VD.addmm_(grad.t(), h_ND[rows])
+                torch.mm(grad, cast_VD, out=dh_ND[rows])
+                if dw_VD.dtype == grad.dtype:
+                    dw_VD.addmm_(grad.t(), h_ND[rows])
+                else:  # products in bf16, their sum over chunks in the weight's float32
+                    dw_VD += grad.t() @ h_ND[rows]
         ctx.save_for_backward(dh_ND, dw_VD)
         ctx.mark_non_differentiable(losses_N)
         return losses_N.mean(), losses_N
@@ -116,9 +129,12 @@ class _HeadLoss(torch.autograd.Function):
 def head_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy in nats of softmax(h @ weight.T) against `targets_N`, and each token's loss (no gradient).
 
-    Logits exist for HEAD_CHUNK rows at a time, in float32; gradients are formed in the same pass.
+    Logits exist for HEAD_CHUNK rows at a time, in float32; gradients are formed in the same pass. Products are
+    computed in h's dtype, or in autocast's.
     """
-    return _HeadLoss.apply(h_ND, weight_VD, targets_N)
+    dtype = _product_dtype(h_ND)
+    with torch.autocast(h_ND.device.type, enabled=False):
+        return _HeadLoss.apply(h_ND.to(dtype), weight_VD, targets_N)
 
 
 class _RMSNorm(torch.autograd.Function):
