@@ -281,6 +281,19 @@ def test_each_window_token_is_the_token_its_document_index_says(small, name, siz
     assert len(np.unique(windows.domain)) == 2
 
 
+def test_domains_alternate_in_reading_order_by_hand():
+    """Two documents of 10 tokens begin at 0 and 1/2 of their domain, four of 5 at 0, 1/4, 1/2 and 3/4."""
+    lengths = np.array([10, 10, 5, 5, 5, 5])
+    assert data._interleave([np.array([1, 0]), np.array([2, 3, 4, 5])], lengths).tolist() == [1, 2, 3, 0, 4, 5]
+
+
+@pytest.mark.parametrize("size", [40, 111, 256, 700, 1300])
+def test_a_set_always_fills_its_last_window(small, tmp_path, size):
+    tokens = prepare(DataConfig(corpus=small.config.corpus, heldout_tokens=size, dev_tokens=size), cache=tmp_path / "cache")
+    assert min(tokens.lengths[part].sum() for part in (tokens.split.heldout, tokens.split.dev)) > size
+    assert tokens.heldout(size).tokens.shape == tokens.dev(size).tokens.shape == (1, size + 1)
+
+
 def test_the_held_out_sets_depend_on_no_seed(small, tmp_path):
     other = prepare(DataConfig(corpus=small.config.corpus, heldout_tokens=300, dev_tokens=150, order_seed=5, shuffle_buffer=3), cache=tmp_path / "cache")
     assert all(np.array_equal(a, b) for a, b in zip(sets(small), sets(other))) and other.hash == small.hash
