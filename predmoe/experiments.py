@@ -1,5 +1,5 @@
 """What the training notebooks share: arms are measured through the run store, measurements become tidy tables, pairs of arms
-become effects, and effects become sentences whose wording follows the sign.
+become effects. What the effects say in words is in `findings`.
 
 An arm is a name and the changes to the tier's objective that make it; `baseline` comes first.
 """
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+from IPython.display import HTML
 
-from . import config, results, runs, stats
+from . import config, results, stats
 from .plots import PREDICTORS
 
 PRIMARY = "ranking"   # the confirmatory comparison: joint against baseline under the strongest post-hoc predictor
@@ -41,6 +42,8 @@ def measure_arms(
     pairs: Sequence[tuple[str, config.RunConfig]], posthoc: config.PosthocConfig, *, profile: str, parallel: int
 ) -> list[dict]:
     """One measurement per pair, with its arm's name; what the store lacks is trained and measured first."""
+    from . import runs   # not at the top: it loads torch, which the report, made of files alone, does not need
+
     measured = runs.get_or_measure([run for _, run in pairs], posthoc, profile=profile, parallel=parallel)
     for (arm, run), measurement in zip(pairs, measured):
         missing = [h for h in run.predictor.horizons if str(h) not in measurement["hit"][PRIMARY]]
@@ -51,6 +54,8 @@ def measure_arms(
 
 def training_curves(pairs: Sequence[tuple[str, config.RunConfig]], *, profile: str) -> pd.DataFrame:
     """Columns arm, seed, step, term, nats: the weighted loss terms while training, from the run store."""
+    from . import runs
+
     rows = []
     for arm, run in pairs:
         logged = runs.Run(runs.default_store(profile) / run.hash, run).metrics()
@@ -89,26 +94,42 @@ def per_layer(arms: Iterable[Mapping], predictor: str) -> pd.DataFrame:
     ])  # fmt: skip
 
 
-def domain_gains(arms: Sequence[Mapping], predictor: str) -> pd.DataFrame:
-    """Columns arm, seed, horizon, domain, gain: token-weighted hit@k of each domain, less the same seed's baseline."""
+def per_domain(arms: Iterable[Mapping], predictor: str) -> pd.DataFrame:
+    """Columns arm, seed, horizon, domain, hit: hit@k of each domain's held-out documents, weighted by tokens."""
     rows = []
-    for row, base in _with_baseline(arms):
-        documents, theirs = row["documents"], base["documents"]
+    for row in arms:
+        documents = row["documents"]
         frame = pd.DataFrame({"domain": documents["domain"], "tokens": documents["tokens"]})
-        for h in documents["hit"][predictor]:
-            difference = np.subtract(documents["hit"][predictor][h], theirs["hit"][predictor][h])
-            weighted = (frame.tokens * difference).groupby(frame.domain).sum() / frame.tokens.groupby(frame.domain).sum()
-            rows += [{"arm": row["arm"], "seed": row["seed"], "horizon": int(h), "domain": d, "gain": g} for d, g in weighted.items()]
+        for h, values in documents["hit"][predictor].items():
+            means = (frame.tokens * values).groupby(frame.domain).sum() / frame.tokens.groupby(frame.domain).sum()
+            rows += [{"arm": row["arm"], "seed": row["seed"], "horizon": int(h), "domain": d, "hit": hit} for d, hit in means.items()]
     return pd.DataFrame(rows)
+
+
+def gains(table: pd.DataFrame) -> pd.DataFrame:
+    """`table` (of `per_domain` or `per_layer`) with a column gain in place of hit: the difference to the same seed's baseline.
+
+    The baseline's own rows are left out.
+    """
+    keys = [name for name in table.columns if name not in ("arm", "hit")]
+    base = table[table.arm == "baseline"][[*keys, "hit"]]
+    joined = table[table.arm != "baseline"].merge(base, on=keys, suffixes=("", "_base"), validate="many_to_one")
+    return joined.assign(gain=joined.hit - joined.hit_base).drop(columns=["hit", "hit_base"])
+
+
+def by_horizon(table: pd.DataFrame, value: str) -> pd.DataFrame:
+    """Mean over seeds of `value` for reading: a row per arm and predictor, a column per horizon."""
+    named = table.dropna(subset=[value]).assign(predictor=table.predictor.map(PREDICTORS), horizon="h = " + table.horizon.astype(str))
+    return named.pivot_table(index=["arm", "predictor"], columns="horizon", values=value, sort=False).reset_index().rename_axis(columns=None)
 
 
 def tradeoff(arms: Sequence[Mapping], predictor: str) -> pd.DataFrame:
     """Columns arm, seed, horizon, loss_change (fraction), gain (hit@k), both against the same seed's baseline (itself included)."""
-    pairs = [(row, base) for row, base in _with_baseline(arms, itself=True)]
+    bases = {row["seed"]: row for row in arms if row["arm"] == "baseline"}
     return pd.DataFrame([
-        {"arm": row["arm"], "seed": row["seed"], "horizon": int(h), "loss_change": row["val_loss"] / base["val_loss"] - 1,
-         "gain": hit - base["hit"][predictor][h]}
-        for row, base in pairs for h, hit in row["hit"][predictor].items()
+        {"arm": row["arm"], "seed": row["seed"], "horizon": int(h), "loss_change": row["val_loss"] / bases[row["seed"]]["val_loss"] - 1,
+         "gain": hit - bases[row["seed"]]["hit"][predictor][h]}
+        for row in arms for h, hit in row["hit"][predictor].items()
     ])  # fmt: skip
 
 
@@ -123,11 +144,6 @@ def posthoc_curves(arms: Iterable[Mapping]) -> pd.DataFrame:
 def unconverged(arms: Iterable[Mapping]) -> list[str]:
     """The post-hoc fits that stopped at max_steps before they had converged, in words; empty is as it should be."""
     return [f"{row['arm']}, seed {row['seed']}, {name}" for row in arms for name, ok in row["converged"].items() if not ok]
-
-
-def _with_baseline(arms, itself=False):
-    bases = {row["seed"]: row for row in arms if row["arm"] == "baseline"}
-    return [(row, bases[row["seed"]]) for row in arms if itself or row["arm"] != "baseline"]
 
 
 # --- effects -----------------------------------------------------------------------------------------------------------
@@ -159,9 +175,9 @@ def scalar_effects(arms: Sequence[Mapping], treatment: str, control: str, metric
 
 def document_effects(arms: Sequence[Mapping], treatment: str, control: str, *, predictor: str) -> list[dict]:
     """One bootstrap over held-out documents per seed and horizon: how far the effect hangs on which text was measured."""
-    found = []
-    for row, base in _with_baseline([row for row in arms if row["arm"] in (treatment, control)]):
-        mine, theirs = row["documents"], base["documents"]
+    found, controls = [], {row["seed"]: row for row in arms if row["arm"] == control}
+    for row in (row for row in arms if row["arm"] == treatment):
+        mine, theirs = row["documents"], controls[row["seed"]]["documents"]
         for h in mine["hit"][predictor]:
             name = f"{treatment} - {control}, {predictor}, h={h}, seed {row['seed']}"
             effect = stats.bootstrap_documents(
@@ -204,6 +220,12 @@ def reference_effects() -> dict[tuple[str, int], float]:
     return {(row["predictor"], int(h)): row[h] for row in results.reference()["effect"] for h in row if h != "predictor"}
 
 
+def show(table: pd.DataFrame, digits: int = 3) -> HTML:
+    """A table for reading in a notebook: no index, no cut text, numbers to `digits` places."""
+    with pd.option_context("display.max_colwidth", None):
+        return HTML(table.to_html(index=False, border=0, float_format=f"{{:.{digits}f}}".format, na_rep="–"))
+
+
 def effect_table(effects: Iterable[Mapping]) -> pd.DataFrame:
     """Effects for reading, in points: one row each, with the interval, every seed, the corrected p value and the family."""
     return pd.DataFrame([
@@ -218,6 +240,26 @@ def effect_table(effects: Iterable[Mapping]) -> pd.DataFrame:
 
 # --- choosing an objective ---------------------------------------------------------------------------------------------
 
+def name_of(objective: Mapping) -> str:
+    """An objective in a few words: target, gradient and final weight."""
+    return f"{objective['target']} target, {objective['gradient']} gradient, {objective['lambda_pred']:g}"
+
+
+def selection_table(arms: Sequence[Mapping], predictor: str = PRIMARY) -> pd.DataFrame:
+    """What `choose` goes by, per candidate: mean gain in hit@k and in the margin over the lookup (points), loss change, the gate."""
+    if not arms:
+        return pd.DataFrame(columns=["candidate", "gain (points)", "gain in margin (points)", "validation loss (%)", "passes the gate"])
+    gain, passing = tradeoff(arms, predictor).groupby("arm"), {gate["arm"]: gate["passes"] for gate in gates(arms)}
+    margin = hits(arms).query("predictor == @predictor").groupby("arm").margin.mean()
+    return pd.DataFrame([
+        {
+            "candidate": arm, "gain (points)": 100 * gain.gain.mean()[arm], "gain in margin (points)": 100 * (margin[arm] - margin["baseline"]),
+            "validation loss (%)": 100 * gain.loss_change.mean()[arm], "passes the gate": passing[arm],
+        }
+        for arm in passing
+    ])  # fmt: skip
+
+
 def choose(arms: Sequence[Mapping], predictor: str = PRIMARY) -> str | None:
     """The candidate that the rule picks, or None where none passes the quality gate.
 
@@ -229,82 +271,34 @@ def choose(arms: Sequence[Mapping], predictor: str = PRIMARY) -> str | None:
     return max(passing, key=lambda arm: gain[arm]) if passing else None
 
 
-# --- sentences ---------------------------------------------------------------------------------------------------------
-
-def say(effect: Mapping, subject: str, quantity: str, unit: str) -> str:
-    """One sentence with a verb that follows the data: raises or lowers where the interval excludes zero, else neither."""
-    return f"{subject} {_verb(effect)} {quantity}: {results.effect_text(effect, unit)}, {_seeds(effect)}."
-
-
-def say_by_horizon(effects: Sequence[Mapping], subject: str, quantity: str) -> str:
-    """One sentence over the horizons of one predictor, in points, horizons of the same verb together."""
-    by_verb: dict[str, list[Mapping]] = {}
-    for effect in effects:
-        by_verb.setdefault(_verb(effect), []).append(effect)
-    parts = [
-        f"{verb} {quantity} " + ", ".join(f"at h = {e['horizon']} ({results.effect_text(e, 'points')})" for e in group)
-        for verb, group in by_verb.items()
-    ]
-    return f"{subject} {' and '.join(parts)} ({_seeds(effects[0])})."
-
-
-def compare(effect: Mapping, reference: float) -> str:
-    """Our effect beside the reference's, both in points: on which side, and how large in comparison."""
-    ours, theirs = 100 * effect["mean"], 100 * reference
-    side = "on the same side" if ours * theirs > 0 else "on the other side"
-    inside = effect["ci95"] is not None and effect["ci95"][0] <= reference <= effect["ci95"][1]
-    within = "; our interval contains its value" if inside else ""
-    return f"{ours:+.1f} points here, {theirs:+.1f} in the reference study ({side}, {abs(ours / theirs):.1f} times its size{within})"
-
-
-def corrected(effects: Sequence[Mapping]) -> str:
-    """The Holm-corrected p values of a family in words."""
-    if effects[0]["p_holm"] is None:
-        return "With a single seed there is no test."
-    values = ", ".join(f"{e['p_holm']:.3f} at h = {e['horizon']}" for e in effects)
-    return f"Corrected for {len(effects)} horizons (Holm), p = {values}."
-
-
-def _verb(effect: Mapping) -> str:
-    if effect["ci95"] is None:
-        return "changes"
-    low, high = effect["ci95"]
-    return "raises" if low > 0 else "lowers" if high < 0 else "does not measurably change"
-
-
-def _seeds(effect: Mapping) -> str:
-    return "a single seed, exploratory" if effect["n"] == 1 else f"{effect['n']} seeds"
-
-
-# --- the summary -------------------------------------------------------------------------------------------------------
-
-def answers(claims: Sequence[Mapping], horizons: Mapping | None) -> list[str]:
-    """The report's first lines, from claims.json and the results of 02_horizons (None: not run): does it work, how much, at
-    what cost, how sure, and what failed to replicate."""
-    if horizons is None:
-        return ["**Does it work?** Not known in this profile: 02_horizons has not been run."]
-    by_id, arms = {claim["id"]: claim for claim in claims}, horizons["arms"]
-    gain, cost = by_id["ranking-gain"], by_id["quality-cost"]
-    effects = hit_effects(arms, "joint", "baseline", predictors=[PRIMARY])
-    works = say_by_horizon(effects, "Under the ranking MLP, the strongest post-hoc predictor, on both sides, joint training", "hit@k")
-    known = reference_effects()
-    compared = [f"at h = {e['horizon']} {compare(e, known[PRIMARY, e['horizon']])}" for e in effects if (PRIMARY, e["horizon"]) in known]
-    gate = next(gate for gate in horizons["gates"] if gate["arm"] == "joint")
-    reuse = say(scalar_effects(arms, "joint", "baseline", {"reuse": "share of k"})[0], "Joint training", "reuse from token to token", "points")
-    failed = "; ".join(claim["statement"].rstrip(".") for claim in claims if claim["verdict"] == stats.NOT_REPLICATED)
-    words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
-    counts = ", ".join(f"{sum(claim['verdict'] == word for claim in claims)} {word}" for word in words)
-    return [
-        f"**Does it work?** {works} Verdict: {gain['verdict']} ({gain['why']}).",
-        f"**How much, compared with the reference study?** {'; '.join(compared) or 'No horizon in common'}.",
-        f"**At what cost?** The joint arm {gate['sentence']}. The reference's claim of a small cost: {cost['verdict']}. {reuse}",
-        f"**How sure?** Paired t intervals over {_seeds(effects[0])}. {corrected(effects)}",
-        f"**What failed to replicate?** {failed or 'Nothing that was tested'}. Of {len(claims)} claims: {counts}.",
-    ]
-
+# --- for the report ----------------------------------------------------------------------------------------------------
 
 def claims_table(claims: Iterable[Mapping]) -> pd.DataFrame:
     """Claims for reading, headline ones first."""
     ordered = sorted(claims, key=lambda claim: not claim["headline"])
     columns = ["verdict", "statement", "measured", "reference", "notebook"]
     return pd.DataFrame(ordered)[columns].rename(columns={"statement": "claim of the reference study", "measured": "measured here"})
+
+
+def provenance_table(found: Mapping[str, Mapping]) -> pd.DataFrame:
+    """What each experiment's results were made with: commit, whether the code had changes, seeds, start."""
+    return pd.DataFrame([
+        {
+            "notebook": name, "commit": result["provenance"]["commit"][:10], "uncommitted changes": result["provenance"]["dirty"],
+            "arms": len({row["arm"] for row in result["arms"]}), "seeds": len({row["seed"] for row in result["arms"]}),
+            "started": result["provenance"]["started"],
+        }
+        for name, result in found.items()
+    ])  # fmt: skip
+
+
+def summary_tables(result: Mapping) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The three tables of `plots.summary` from the results of 02_horizons: hit@k levels, paired effects, costs."""
+    arms = result["arms"]
+    treatments = [arm for arm in dict.fromkeys(row["arm"] for row in arms) if arm != "baseline"]
+    effects = [effect for arm in treatments for effect in hit_effects(arms, arm, "baseline", predictors=[PRIMARY])]
+    table = forest_table(effects, reference_effects())
+    table.loc[table.arm != "joint", "reference"] = np.nan   # the reference has no other arm
+    costs = tradeoff(arms, PRIMARY)
+    costs = costs[(costs.horizon == costs.horizon.min()) & (costs.arm != "baseline")]   # the loss is the same at every horizon
+    return hits(arms).query("predictor == @PRIMARY"), table, costs

@@ -37,7 +37,7 @@ FIGURES = {
     "frontier": lambda arms=ARMS: plots.frontier(experiments.tradeoff(arms, "ranking"), gate=0.005),
     "convergence": lambda arms=ARMS: plots.convergence(experiments.posthoc_curves(arms)),
     "layers": lambda arms=ARMS: plots.layers(experiments.per_layer(arms, "ranking")),
-    "domains": lambda arms=ARMS: plots.domains(experiments.domain_gains(arms, "ranking")),
+    "domains": lambda arms=ARMS: plots.domains(experiments.gains(experiments.per_domain(arms, "ranking"))),
     "training": lambda arms=ARMS: plots.training(curves().query("term == 'lm'")),
     "terms": lambda arms=ARMS: plots.terms(curves()),
     "summary": lambda arms=ARMS: summary(arms),

@@ -12,7 +12,7 @@ import yaml
 from fake_measurements import measurement, study
 from matplotlib.figure import Figure
 
-from predmoe import experiments, paths, results, stats
+from predmoe import experiments, findings, paths, results, stats
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_domain_gains_are_weighted_by_tokens():
     base, joint = measurement("baseline", 0, gain=0.0), measurement("joint", 0)
     for row, values in ((base, [0.5, 0.5, 0.5]), (joint, [0.6, 0.9, 0.4])):
         row["documents"] = {"domain": ["code", "code", "plays"], "tokens": [30, 10, 5], "hit": {"ranking": {"1": values}}}
-    gains = experiments.domain_gains([base, joint], "ranking").set_index("domain").gain
+    gains = experiments.gains(experiments.per_domain([base, joint], "ranking")).set_index("domain").gain
     assert gains["code"] == pytest.approx((30 * 0.1 + 10 * 0.4) / 40) and gains["plays"] == pytest.approx(-0.1)
 
 
@@ -324,26 +324,26 @@ def test_choose_takes_the_largest_gain_among_those_that_pass_the_gate():
 @pytest.mark.parametrize("mean, half, verb", [(0.02, 0.01, "raises"), (-0.02, 0.01, "lowers"), (0.02, 0.03, "does not measurably change")])
 def test_the_verb_follows_the_data(mean, half, verb):
     effect = {"mean": mean, "ci95": [mean - half, mean + half], "n": 3, "horizon": 1, "predictor": "ranking"}
-    assert f"It {verb} hit@k" in experiments.say(effect, "It", "hit@k", "points")
-    assert f"It {verb} hit@k" in experiments.say_by_horizon([effect], "It", "hit@k")
+    assert f"It {verb} hit@k" in findings.say(effect, "It", "hit@k", "points")
+    assert f"It {verb} hit@k" in findings.say_by_horizon([effect], "It", "hit@k")
 
 
 def test_one_seed_is_called_exploratory():
     effect = {"mean": 0.02, "ci95": None, "n": 1, "horizon": 1}
-    assert "exploratory" in experiments.say(effect, "It", "hit@k", "points")
+    assert "exploratory" in findings.say(effect, "It", "hit@k", "points")
 
 
 @pytest.mark.parametrize("ours, words", [(0.058, "on the same side, 2.0 times its size"), (-0.0145, "on the other side, 0.5 times its size")])
 def test_comparison_with_the_reference(ours, words):
-    assert words in experiments.compare({"mean": ours, "ci95": None}, 0.029)
+    assert words in findings.compare({"mean": ours, "ci95": None}, 0.029)
 
 
 def test_answers_without_results_say_so_and_with_them_give_every_answer(outputs):
     (outputs / "smoke").mkdir()
-    assert experiments.answers(results.update_claims("smoke"), None) == ["**Does it work?** Not known in this profile: 02_horizons has not been run."]
+    assert findings.answers(results.update_claims("smoke"), None) == ["**Does it work?** Not known in this profile: 02_horizons has not been run."]
     finished()
-    lines = experiments.answers(results.update_claims("smoke"), results.load("smoke", "02_horizons"))
-    assert [line.split("**")[1][:8] for line in lines] == ["Does it ", "How much", "At what ", "How sure", "What fai"]
+    lines = findings.answers(results.update_claims("smoke"), results.load("smoke", "02_horizons"))
+    assert [line.split("**")[1][:8] for line in lines] == ["Does it ", "How much", "At what ", "How sure", "Is there", "What fai"]
     assert "+" in lines[0] and "points" in lines[0]
 
 

@@ -1,0 +1,124 @@
+"""Findings in words, computed from effects and results so that the wording follows the data, whichever way it falls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from . import experiments, results, stats
+
+
+def say(effect: Mapping, subject: str, quantity: str, unit: str) -> str:
+    """One sentence with a verb that follows the data: raises or lowers where the interval excludes zero, else neither."""
+    return f"{subject} {_verb(effect)} {quantity}: {results.effect_text(effect, unit)}, {_seeds(effect)}."
+
+
+def say_by_horizon(effects: Sequence[Mapping], subject: str, quantity: str) -> str:
+    """One sentence over the horizons of one predictor, in points, horizons of the same verb together."""
+    by_verb: dict[str, list[Mapping]] = {}
+    for effect in effects:
+        by_verb.setdefault(_verb(effect), []).append(effect)
+    parts = [
+        f"{verb} {quantity} " + ", ".join(f"at h = {e['horizon']} ({results.effect_text(e, 'points')})" for e in group)
+        for verb, group in by_verb.items()
+    ]
+    return f"{subject} {' and '.join(parts)} ({_seeds(effects[0])})."
+
+
+def compare(effect: Mapping, reference: float) -> str:
+    """Our effect beside the reference's, both in points: on which side, and how large in comparison."""
+    ours, theirs = 100 * effect["mean"], 100 * reference
+    side = "on the same side" if ours * theirs > 0 else "on the other side"
+    inside = effect["ci95"] is not None and effect["ci95"][0] <= reference <= effect["ci95"][1]
+    within = "; our interval contains its value" if inside else ""
+    return f"{ours:+.1f} points here, {theirs:+.1f} in the reference study ({side}, {abs(ours / theirs):.1f} times its size{within})"
+
+
+def corrected(effects: Sequence[Mapping]) -> str:
+    """The Holm-corrected p values of a family in words."""
+    if effects[0]["p_holm"] is None:
+        return "With a single seed there is no test."
+    values = ", ".join(f"{e['p_holm']:.3f} at h = {e['horizon']}" for e in effects)
+    return f"Corrected for {len(effects)} horizons (Holm), p = {values}."
+
+
+def say_extremes(table: pd.DataFrame, by: str, arm: str) -> str:
+    """Where an arm's gain is largest and smallest at the deepest horizon, over the values of column `by`, means over seeds."""
+    deepest = table.horizon.max()
+    means = table[(table.arm == arm) & (table.horizon == deepest)].groupby(by).gain.mean()
+    high, low = means.idxmax(), means.idxmin()
+    largest, smallest = (f"{by} {name} ({100 * means[name]:+.1f} points)" for name in (high, low))
+    return f"At h = {deepest} the {arm} arm's gain is largest for {largest} and smallest for {smallest}."
+
+
+def say_documents(effects: Sequence[Mapping]) -> str:
+    """How many of the within-seed intervals over documents exclude zero, and on which side."""
+    up, down = sum(e["ci95"][0] > 0 for e in effects), sum(e["ci95"][1] < 0 for e in effects)
+    return (
+        f"Resampling the held-out documents within one seed, {up} of {len(effects)} intervals (seeds x horizons) lie above zero and {down} below: "
+        "this is how far the result hangs on the text, not on the seed."
+    )
+
+
+def say_convergence(arms: Sequence[Mapping]) -> str:
+    """Whether every post-hoc fit converged by its rule; those that did not are named."""
+    fits, stopped = sum(len(row["converged"]) for row in arms), experiments.unconverged(arms)
+    if not stopped:
+        return f"All {fits} post-hoc fits converged by the same rule."
+    share = f"{len(stopped)} of {fits} post-hoc fits"
+    return f"{share} reached the step limit before they converged, so their hit@k is a lower bound: {'; '.join(stopped)}."
+
+
+def say_choice(arms: Sequence[Mapping], chosen: str | None, seeds: Sequence[int]) -> str:
+    """What the rule chose among the candidates, on which seeds."""
+    if not arms:
+        return "No candidates are given in this profile, so there is no evidence here for the choice of the alternative."
+    names = [arm for arm in dict.fromkeys(row["arm"] for row in arms) if arm != "baseline"]
+    where = f"on seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    if chosen is None:
+        return f"None of the {len(names)} candidates passes the quality gate {where}, so it chooses none; the alternative below was named by hand."
+    return f"Of {len(names)} candidate{'s' if len(names) > 1 else ''} {where} the rule chooses: {chosen}."
+
+
+def _verb(effect: Mapping) -> str:
+    if effect["ci95"] is None:
+        return "changes"
+    low, high = effect["ci95"]
+    return "raises" if low > 0 else "lowers" if high < 0 else "does not measurably change"
+
+
+def _seeds(effect: Mapping) -> str:
+    return "a single seed, exploratory" if effect["n"] == 1 else f"{effect['n']} seeds"
+
+
+def answers(claims: Sequence[Mapping], horizons: Mapping | None) -> list[str]:
+    """The report's first lines, from claims.json and the results of 02_horizons (None: not run): does it work, how much, at
+    what cost, how sure, and what failed to replicate."""
+    if horizons is None:
+        return ["**Does it work?** Not known in this profile: 02_horizons has not been run."]
+    by_id, arms = {claim["id"]: claim for claim in claims}, horizons["arms"]
+    gain, cost = by_id["ranking-gain"], by_id["quality-cost"]
+    effects = experiments.hit_effects(arms, "joint", "baseline", predictors=[experiments.PRIMARY])
+    works = say_by_horizon(effects, "Under the ranking MLP, the strongest post-hoc predictor, on both sides, joint training", "hit@k")
+    known = {h: effect for (predictor, h), effect in experiments.reference_effects().items() if predictor == experiments.PRIMARY}
+    compared = [f"at h = {e['horizon']} {compare(e, known[e['horizon']])}" for e in effects if e["horizon"] in known]
+    gate = next(gate for gate in horizons["gates"] if gate["arm"] == "joint")
+    (reuse,) = experiments.scalar_effects(arms, "joint", "baseline", {"reuse": "share of k"})
+    kept = say(reuse, "Joint training", "the reuse of experts from token to token", "points")
+    other = "None was tried."
+    if any(row["arm"] == "alternative" for row in arms):
+        against = experiments.hit_effects(arms, "alternative", "joint", predictors=[experiments.PRIMARY])
+        other = say_by_horizon(against, "Against the reference's objective, the best alternative, chosen on other seeds,", "hit@k")
+        other += f" It {next(gate for gate in horizons['gates'] if gate['arm'] == 'alternative')['sentence']}."
+    failed = "; ".join(claim["statement"].rstrip(".") for claim in claims if claim["verdict"] == stats.NOT_REPLICATED)
+    words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
+    counts = ", ".join(f"{sum(claim['verdict'] == word for claim in claims)} {word}" for word in words)
+    return [
+        f"**Does it work?** {works} Verdict: {gain['verdict']} ({gain['why']}).",
+        f"**How much, compared with the reference study?** {'; '.join(compared) or 'No horizon in common'}.",
+        f"**At what cost?** The joint arm {gate['sentence']}. The reference's claim of a small cost: {cost['verdict']}. {kept}",
+        f"**How sure?** Paired t intervals over {_seeds(effects[0])}. {corrected(effects)}",
+        f"**Is there a better objective?** {other}",
+        f"**What failed to replicate?** {failed or 'Nothing that was tested'}. Of {len(claims)} claims: {counts}.",
+    ]

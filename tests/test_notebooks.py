@@ -1,0 +1,159 @@
+"""The notebooks as documents (no output, one explained parameters cell, short cells) and as programs (they run)."""
+
+import ast
+import json
+import re
+
+import nbformat
+import pytest
+
+from predmoe import execute, paths, results
+
+NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
+EXPERIMENTS = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.name)]
+PROFILES = ("cpu", "tier_b", "tier_a")
+notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+experiments = pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+
+
+def code(path):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+# --- as documents ----------------------------------------------------------------------------------------------------
+
+def test_the_first_notebooks_are_there():
+    assert {"00_report", "01_mechanism", "02_horizons"} <= {path.stem for path in NOTEBOOKS}
+
+
+@notebooks
+def test_sources_are_free_of_outputs(path):
+    nbformat.validate(nbformat.read(path, as_version=4))
+    for cell in code(path):
+        assert not cell.outputs and cell.execution_count is None
+    assert not re.search(r"/(home|root|tmp|work|Users)/", path.read_text()), "a path of somebody's machine"
+
+
+@experiments
+def test_one_parameters_cell_of_explained_literals(path):
+    defaults = execute.inspect(path)
+    assert defaults["profile"] == "smoke", "the defaults are the smoke profile"
+
+
+@notebooks
+def test_cells_call_the_package(path):
+    """No training loop, no function longer than ten lines, no import of a private name."""
+    for cell in code(path):
+        for node in ast.walk(ast.parse(cell.source)):
+            assert not isinstance(node, ast.While), "a loop that belongs in the package"
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 10, f"{node.name} belongs in the package"
+        assert ".backward(" not in cell.source and "._" not in cell.source
+
+
+@experiments
+def test_it_reads_top_to_bottom(path):
+    cells = nbformat.read(path, as_version=4).cells
+    text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    assert cells[0].source.startswith("# ") and "## Limits" in text and "reads" in text.lower() and "writes" in text.lower()
+    if not path.name.startswith("00_"):
+        assert "**Question.**" in text and "$$" in text and "## Compared with the reference study" in text
+
+
+@experiments
+def test_every_figure_has_its_own_alternative_text(path):
+    calls = [
+        node for cell in code(path) for node in ast.walk(ast.parse(cell.source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "save_figure"
+    ]  # fmt: skip
+    assert calls and all(any(keyword.arg == "alt" for keyword in call.keywords) for call in calls)
+
+
+@experiments
+@pytest.mark.parametrize("profile", PROFILES)
+def test_parameter_files_are_there_and_pass_the_strict_check(path, profile):
+    jobs = {job.name: job for job in execute.plan(profile)}   # checks every file of the profile
+    assert jobs[path.stem].params["profile"] == profile and (paths.PARAMS / path.stem / f"{profile}.yaml").exists()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_alternative_is_chosen_on_seeds_that_the_report_does_not_use(profile):
+    params = execute.inspect(paths.NOTEBOOKS / "02_horizons.ipynb") | {job.name: job for job in execute.plan(profile)}["02_horizons"].params
+    assert not set(params["seeds"]) & set(params["selection_seeds"])
+    assert len(params["seeds"]) >= 3, "a verdict takes three seeds"
+
+
+@pytest.mark.parametrize("params, message", [({"lambda_predd": 0.3}, "lambda_pred"), ({"lambda_pred": "3e-1"}, "lambda_pred"), ({"seeds": 0}, "seeds")])
+def test_the_strict_check_names_the_parameter(params, message):
+    with pytest.raises(ValueError, match=message):
+        execute.check(paths.NOTEBOOKS / "02_horizons.ipynb", params)
+
+
+# --- as programs -----------------------------------------------------------------------------------------------------
+
+# Real, but as small as it goes: two layers more than the deepest horizon, four steps.
+TINY = {
+    "tier": "smoke", "seeds": [0, 1],
+    "train": {"steps": 4, "warmup_steps": 1, "batch_size": 4, "eval_every": 2},
+    "data": {"heldout_tokens": 4096, "dev_tokens": 1024},
+    "posthoc": {"tokens": 2048, "batch_tokens": 256, "eval_every": 5, "max_steps": 10, "patience": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """01, 02 and 00 executed for real into a folder of their own; 02 finds most of its models in the store."""
+    folder = tmp_path_factory.mktemp("outputs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREDMOE_OUTPUTS", str(folder))
+        for name, params in (("01_mechanism", TINY), ("02_horizons", TINY), ("00_report", {})):
+            execute.execute(paths.NOTEBOOKS / f"{name}.ipynb", folder / "smoke" / name / f"{name}.ipynb", params)
+        yield folder / "smoke"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["01_mechanism", "02_horizons", "00_report"])
+def test_a_notebook_runs_and_leaves_what_it_promises(executed, name):
+    result = results.load("smoke", name)
+    assert result["findings"] and (name == "00_report" or (result["arms"] and result["effects"]))
+    for figure in result["figures"]:
+        assert (executed / name / figure["svg"]).stat().st_size and (executed / name / figure["png"]).stat().st_size
+    for table in result["tables"]:
+        assert (executed / name / table["csv"]).stat().st_size
+    copy = executed / name / f"{name}.ipynb"
+    assert copy.stat().st_size < 500_000, "an executed notebook stays below 500 kB"
+    images = [out for cell in code(copy) for out in cell.outputs if "image/png" in out.get("data", {})]
+    assert len(images) == len(result["figures"]) and all(out.metadata["image/png"]["alt"] for out in images)
+    shown = "".join("".join(out.get("data", {}).get("text/markdown", "")) for cell in code(copy) for out in cell.outputs)
+    assert all(sentence in shown for sentence in result["findings"])
+
+
+@pytest.mark.slow
+def test_the_notebooks_share_their_models(executed):
+    """Two seeds of baseline, joint and alternative, and one selection seed of baseline and candidate: eight models."""
+    assert len(list((executed / "runs").glob("*/finished.json"))) == 8
+
+
+@pytest.mark.slow
+def test_two_seeds_decide_nothing_and_the_report_says_so(executed):
+    claims = json.loads((executed / "claims.json").read_text())
+    assert {claim["verdict"] for claim in claims} == {"not tested"}
+    gain = next(claim for claim in claims if claim["id"] == "ranking-gain")
+    assert gain["effect"]["n"] == 2 and "at least 3 seeds" in gain["why"]
+
+
+@pytest.mark.slow
+def test_a_second_execution_trains_nothing_and_differs_in_provenance_only(executed):
+    before = results.load("smoke", "02_horizons")
+    runs = sorted(path.stat().st_mtime_ns for path in (executed / "runs").glob("*/posthoc-*.json"))
+    execute.execute(paths.NOTEBOOKS / "02_horizons.ipynb", executed / "02_horizons" / "02_horizons.ipynb", TINY)
+    after = results.load("smoke", "02_horizons")
+    assert sorted(path.stat().st_mtime_ns for path in (executed / "runs").glob("*/posthoc-*.json")) == runs
+    del before["provenance"], after["provenance"]
+    assert before == after
+
+
+@pytest.mark.slow
+def test_one_seed_is_enough_to_run_and_is_called_exploratory(executed):
+    execute.execute(paths.NOTEBOOKS / "02_horizons.ipynb", executed / "02_horizons" / "single.ipynb", TINY | {"seeds": [0]})
+    assert any("exploratory" in sentence for sentence in results.load("smoke", "02_horizons")["findings"])
