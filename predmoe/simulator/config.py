@@ -1,0 +1,182 @@
+"""What a replay is made of: cache, disk, compute and prefetch. Frozen, and nonsense is refused in one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+POLICIES = ("lru", "fifo", "lfu", "lfru", "least-stale", "belady", "static")
+SCOPES = ("global", "layer")
+GUARDS = ("none", "idle", "window")
+NONE, ORACLE = "none", "oracle"
+
+
+class SimulationError(ValueError):
+    """A replay that cannot be run as asked; the message says which setting, why, and what is possible."""
+
+
+class SimulationWarning(UserWarning):
+    """A replay that ran but probably not as meant."""
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not (math.isfinite(value) and value >= least):
+        raise SimulationError(f"{name}={value!r} must be a number of at least {least}")
+
+
+def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise SimulationError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """Which experts stay in memory. Exactly one of `slots` and `bytes` gives the capacity: of the whole cache where the
+    scope is "global", of each layer's own cache where it is "layer". Bytes count each layer's own expert size.
+
+    `policy`, the expert evicted first:
+      lru          the one used longest ago
+      fifo         the one that came in first
+      lfu          the one used least since it came in; ties: used longest ago
+      lfru         the one used least, counted over its evictions too; ties: used longest ago (Colibri, WASTE)
+      least-stale  one whose layer has run in this pass without it; then one used in this pass; then one whose layer
+                   is furthest ahead (our reading of Least-Stale, arXiv 2602.03921)
+      belady       the one used again furthest in the future: the optimum for experts of one size
+      static       none: the most used experts are loaded before the start, all others are read each time
+
+    `pinned`: this many of the most used experts (each layer's own in scope "layer") are loaded before the start and
+    never leave; they take room from the capacity. "Most used" is counted in the trace itself unless a replay is given `usage`.
+    `sample`: evict the worst of this many experts drawn at random (with `seed`) instead of the worst of all.
+    `streaming`: allow a top-k set larger than the cache; what does not fit is read, used, and dropped.
+    """
+
+    slots: int | None = None
+    bytes: int | None = None
+    policy: str = "lru"
+    scope: str = "global"
+    pinned: int = 0
+    sample: int = 0
+    seed: int = 0
+    streaming: bool = False
+
+    def __post_init__(self):
+        _choice("policy", self.policy, POLICIES)
+        _choice("scope", self.scope, SCOPES)
+        if (self.slots is None) == (self.bytes is None):
+            raise SimulationError("give the cache either slots or bytes")
+        if self.slots is not None and self.slots < 1:
+            raise SimulationError(f"slots={self.slots}: a cache needs at least one slot")
+        if self.bytes is not None and self.bytes < 1:
+            raise SimulationError(f"bytes={self.bytes}: a cache needs at least one byte")
+        _at_least("pinned", self.pinned, 0)
+        _at_least("sample", self.sample, 0)
+        if self.sample and self.policy in ("lru", "fifo", "static"):
+            raise SimulationError(f"sample={self.sample} has no meaning for {self.policy}, which needs no search")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """One queue before `lanes` reads at a time. A read that has started runs to its end.
+
+    With d reads running, each moves at `gb_per_s`(d) / d; `gb_per_s` is one number or a table for depth 1, 2, ... whose
+    last entry holds for greater depths. A read takes `latency_ms`, then its bytes. `noise`: standard deviation of the
+    logarithm of a factor on each read's latency and size, drawn with `seed`.
+    """
+
+    latency_ms: float = 0.1
+    gb_per_s: float | tuple[float, ...] = 5.0
+    lanes: int = 1
+    noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not isinstance(self.gb_per_s, (int, float)):
+            object.__setattr__(self, "gb_per_s", tuple(float(value) for value in self.gb_per_s))
+        _at_least("latency_ms", self.latency_ms, 0.0)
+        _at_least("lanes", self.lanes, 1)
+        _at_least("noise", self.noise, 0.0)
+        table = self.table
+        if not table or any(not value > 0 for value in table):
+            raise SimulationError(f"gb_per_s={self.gb_per_s!r} must be positive (math.inf for a disk that takes only its latency)")
+
+    @property
+    def table(self) -> tuple[float, ...]:
+        return self.gb_per_s if isinstance(self.gb_per_s, tuple) else (float(self.gb_per_s),)
+
+    @classmethod
+    def fitted(cls, *, latency_ms: float, peak_gb_per_s: float, half_depth: float, lanes: int, **more) -> Disk:
+        """A disk whose bandwidth saturates with depth: peak * d / (d + half_depth)."""
+        return cls(latency_ms=latency_ms, gb_per_s=tuple(peak_gb_per_s * d / (d + half_depth) for d in range(1, lanes + 1)), lanes=lanes, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Times of the processor, in ms. Numbers, or one per MoE layer (a dense layer's time goes to the MoE layer after it).
+
+    A layer takes `attention_ms` up to its router, then `shared_ms` (shared expert and all else) and `expert_ms` for each
+    distinct expert; a pass ends with `head_ms`. `extra_token`: what each further token of a pass costs, as a share of
+    the first. `overlap`: experts are computed one by one as they arrive, not when the last has arrived.
+    """
+
+    attention_ms: float | tuple[float, ...] = 1.0
+    expert_ms: float | tuple[float, ...] = 0.25
+    shared_ms: float | tuple[float, ...] = 0.0
+    head_ms: float = 0.0
+    extra_token: float = 0.0
+    overlap: bool = False
+
+    def __post_init__(self):
+        for name in ("attention_ms", "expert_ms", "shared_ms"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)):
+                object.__setattr__(self, name, tuple(float(v) for v in value))
+            for entry in np.atleast_1d(getattr(self, name)):
+                _at_least(name, float(entry), 0.0)
+        _at_least("head_ms", self.head_ms, 0.0)
+        _at_least("extra_token", self.extra_token, 0.0)
+
+    def per_layer(self, name: str, num_layers: int) -> np.ndarray:
+        value = np.atleast_1d(np.asarray(getattr(self, name), dtype=np.float64))
+        if len(value) not in (1, num_layers):
+            raise SimulationError(f"{name} has {len(value)} entries for {num_layers} MoE layers")
+        return np.ascontiguousarray(np.broadcast_to(value, num_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """Reads before the router asks. `source`: "oracle" (the future itself) or a predictor that the trace holds.
+
+    At each router the top `k + budget` guesses for the layers `horizon` ahead are queued, nearest layer first, unless
+    resident, on their way, or scored below `threshold`. `guard`: "none"; "idle" (only where nothing is read or queued);
+    "window" (only while the reads outstanding are estimated to end before the layer's router). `expire`: queued guesses
+    are dropped when their layer's router has spoken; `cancel`: also when a guess at a shorter horizon leaves them out.
+    `cross_token`: guess past the last layer, for the first layers of the next token.
+    """
+
+    source: str = ORACLE
+    horizon: int | tuple[int, ...] = 1
+    budget: int = 0
+    threshold: float | None = None
+    guard: str = "none"
+    expire: bool = True
+    cancel: bool = False
+    cross_token: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.horizon, int):
+            object.__setattr__(self, "horizon", tuple(sorted(self.horizon)))
+        if not self.horizons or min(self.horizons) < 1 or len(set(self.horizons)) != len(self.horizons):
+            raise SimulationError(f"horizon={self.horizon} must be different layer counts of at least 1")
+        if self.source == NONE:
+            raise SimulationError("for no prefetch leave prefetch out (prefetch=None)")
+        _choice("guard", self.guard, GUARDS)
+        _at_least("budget", self.budget, 0)
+        if self.threshold is not None and self.source == ORACLE:
+            raise SimulationError("the oracle has no scores, so threshold has no meaning")
+
+    @property
+    def horizons(self) -> tuple[int, ...]:
+        return (self.horizon,) if isinstance(self.horizon, int) else self.horizon

@@ -1,0 +1,29 @@
+"""`compiled`: njit with a cache between processes that notices a change in any of the compiled modules.
+
+Numba's own cache looks at the file of the function alone, so a change in residency.py would leave events.py's old machine code,
+with the old functions inlined, in use. Here the cache folder is named after the text of all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numba
+
+_HERE = Path(__file__).parent
+_TEXT = b"".join((_HERE / name).read_bytes() for name in ("residency.py", "counting.py", "diskqueue.py", "events.py"))
+_FOLDER = f"numba-{hashlib.sha256(_TEXT).hexdigest()[:12]}"
+
+
+def compiled(function):
+    """Compile on first call, without holding the interpreter's lock while running."""
+    usual = numba.config.CACHE_DIR
+    base = Path(usual) if usual else _HERE / "__pycache__"
+    writable = os.access(base if base.exists() else base.parent, os.W_OK)
+    numba.config.CACHE_DIR = str(base / _FOLDER) if writable else usual
+    try:
+        return numba.njit(cache=True, nogil=True)(function)
+    finally:
+        numba.config.CACHE_DIR = usual
