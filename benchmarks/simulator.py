@@ -1,0 +1,100 @@
+"""How fast the simulator is, as ratios within one run: `python benchmarks/simulator.py`. Prints a table; nothing is asserted.
+
+    lru      one long key sequence, against libcachesim replaying the same sequence from a file in memory
+    replay   disk, prefetch and ledger on the Colibri-like geometry, against the plain-Python event loop of the tests
+    sweep    a grid on a small geometry, on all cores
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from reference_simulator import Reference  # noqa: E402
+
+from predmoe import traces  # noqa: E402
+from predmoe.simulator import Cache, Compute, Disk, Prefetch, count_keys, replay, sweep  # noqa: E402
+
+MACHINE = dict(disk=Disk(latency_ms=0.1, gb_per_s=5.0), compute=Compute(attention_ms=2.0, expert_ms=0.25))
+
+
+def best(repeats, function, *arguments, **options):
+    """(shortest seconds, result)."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        result = function(*arguments, **options)
+        times.append(time.perf_counter() - began)
+    return min(times), result
+
+
+def lru(accesses: int, keys: int = 19_200, slots: int = 2_000) -> None:
+    rng = np.random.default_rng(0)
+    sequence = ((rng.zipf(1.2, accesses) - 1) % keys).astype(np.int32)
+    count_keys(sequence[:10], 2)
+    ours, misses = best(3, count_keys, sequence, slots)
+    print(f"lru      {accesses:,} accesses, {keys:,} keys, {slots:,} slots: {ours:.3f} s, {accesses / ours / 1e6:.0f} M/s, {misses:,} misses")
+    try:
+        import libcachesim
+    except ImportError:
+        print("         libcachesim is not installed: no comparison")
+        return
+    record = np.zeros(accesses, [("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
+    record["id"], record["size"], record["next"] = sequence + 1, 1, -2
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.NamedTemporaryFile(suffix=".oracleGeneral.bin", dir=folder) as file:
+        record.tofile(file)
+        file.flush()
+
+        def theirs():
+            reader = libcachesim.TraceReader(file.name, libcachesim.TraceType.ORACLE_GENERAL_TRACE)
+            return libcachesim.LRU(slots, hashpower=16).process_trace(reader)[0]
+
+        seconds, ratio = best(3, theirs)
+    print(f"         libcachesim: {seconds:.3f} s, {round(ratio * accesses):,} misses; ours is {seconds / ours:.1f} times as fast")
+
+
+def timed_replay(tokens: int, reference_tokens: int) -> None:
+    predictors = dict(linear=traces.Accuracy(recall={1: 0.8}))
+    trace = traces.synthetic(tokens=tokens, **traces.COLIBRI, reuse=0.35, predictors=predictors)
+    settings = dict(cache=Cache(slots=2_000), prefetch=Prefetch(source="linear"), **MACHINE)
+    began = time.perf_counter()
+    replay(trace.passes(0, 2), **settings)
+    compiling = time.perf_counter() - began
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    ours, outcome = best(3, replay, trace, **settings)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    print(f"replay   {tokens:,} tokens, {outcome.accesses:,} accesses: {ours:.3f} s ({compiling:.1f} s to compile or load); "
+          f"memory grew by {grown / trace.nbytes:.2f} x the trace")  # fmt: skip
+    short = trace.passes(0, reference_tokens)
+    seconds, _ = best(1, lambda: Reference(short, settings["cache"], settings["disk"], settings["compute"], settings["prefetch"]).run())
+    ratio = (seconds / reference_tokens) / (ours / tokens)
+    print(f"         plain Python: {seconds:.2f} s for {reference_tokens} tokens; ours is {ratio:.0f} times as fast per token")
+
+
+def grid(tokens: int) -> None:
+    predictors = dict(linear=traces.Accuracy(recall={1: 0.85, 2: 0.8, 4: 0.7}))
+    trace = traces.synthetic(tokens=tokens, layers=8, num_experts=16, top_k=2, reuse=0.3, predictors=predictors)
+    axes = dict(slots=[16, 24, 32, 48, 64], gb_per_s=[0.5, 1.0, 2.0, 4.0, 8.0], latency_ms=[0.05, 0.1, 0.2, 0.4],
+                policy=["linear", "oracle"], horizon=[1, 2, 4], progress=False)  # fmt: skip
+    sweep(trace.passes(0, 4), slots=[16], policy=["demand", "linear"], progress=False)
+    seconds, table = best(1, sweep, trace, **axes)
+    print(f"sweep    {len(table)} cells of {tokens:,} tokens, 8 layers of 16 experts: {seconds:.1f} s, {seconds / len(table) * 500:.1f} s for 500 cells")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scale", type=float, default=1.0, help="a fraction of the full sizes, for a quick look")
+    scale = parser.parse_args().scale
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    lru(int(10_000_000 * scale))
+    timed_replay(max(int(2_000 * scale), 20), max(int(40 * scale), 4))
+    grid(max(int(4_000 * scale), 40))
