@@ -148,21 +148,23 @@ def unconverged(arms: Iterable[Mapping]) -> list[str]:
 
 # --- effects -----------------------------------------------------------------------------------------------------------
 
-def hit_effects(arms: Sequence[Mapping], treatment: str, control: str, *, metric: str = "hit", predictors: Sequence[str]) -> list[dict]:
-    """Paired effects of `metric` for every predictor and horizon that both arms have, with what identifies each.
+def hit_effects(
+    arms: Sequence[Mapping], treatment: str, control: str, *, metric: str = "hit", predictors: Sequence[str],
+    horizons: Sequence[int] | None = None, confirm: str | None = None,
+) -> list[dict]:  # fmt: skip
+    """Paired effects of `metric` for every predictor and horizon (all that were measured), with what identifies each.
 
-    Holm's correction runs over the horizons of one predictor; `family` is "primary" for hit@k under the ranking MLP,
-    joint against baseline, and "exploratory" for everything else.
+    Holm's correction runs over the horizons of one predictor. `confirm` names the predictor whose effects are the
+    confirmatory family; all others are exploratory.
     """
-    horizons = next(row for row in arms if row["arm"] == treatment)["hit"][predictors[0]]
+    horizons = horizons or [int(h) for h in next(row for row in arms if row["arm"] == treatment)["hit"][predictors[0]]]
     found = []
     for predictor in predictors:
         effects = [_paired(arms, treatment, control, f"{metric}.{predictor}.{h}", f"{predictor}, h={h}", "hit@k") for h in horizons]
         adjusted = stats.holm([e["p"] for e in effects]) if effects[0]["p"] is not None else [None] * len(effects)
-        confirmatory = (metric, predictor, treatment, control) == ("hit", PRIMARY, "joint", "baseline")
-        family = "primary" if confirmatory else "exploratory"
+        family = "confirmatory" if predictor == confirm else "exploratory"
         found += [
-            effect | {"metric": metric, "predictor": predictor, "horizon": int(h), "p_holm": p, "family": family}
+            effect | {"metric": metric, "predictor": predictor, "horizon": h, "p_holm": p, "family": family}
             for effect, h, p in zip(effects, horizons, adjusted)
         ]
     return found
@@ -242,7 +244,7 @@ def effect_table(effects: Iterable[Mapping]) -> pd.DataFrame:
 
 def name_of(objective: Mapping) -> str:
     """An objective in a few words: target, gradient and final weight."""
-    return f"{objective['target']} target, {objective['gradient']} gradient, {objective['lambda_pred']:g}"
+    return f"{objective['target']} target, {objective['gradient']} gradient, lambda {objective['lambda_pred']:g}"
 
 
 def selection_table(arms: Sequence[Mapping], predictor: str = PRIMARY) -> pd.DataFrame:

@@ -61,8 +61,10 @@ def hit_by_horizon(table: pd.DataFrame, *, value: str = "hit", label: str = "hit
             means = [_point(ax, i + x, mine[mine.horizon == horizons[i]][value], look) for i in at]
             ax.plot(np.array(at) + x, means, color=look["color"], linestyle=look["linestyle"], linewidth=1, zorder=2)
         ax.set(title=PREDICTORS.get(predictor, predictor), xticks=range(len(horizons)), xticklabels=horizons, xlabel="horizon (layers)")
-        ax.margins(x=0.12)
+        ax.set_xlim(-0.6, len(horizons) - 0.4)
         ax.grid(axis="x", visible=False)
+        if value != "hit":
+            ax.axhline(0, color="#555555", linewidth=1)
     axes[0].set_ylabel(label)
     _legend(figure, table)
     return figure

@@ -73,10 +73,10 @@ class Experiment:
         self._figures[name] = {"name": name, "svg": f"figures/{name}.svg", "png": f"figures/{name}.png", "alt": alt}
         return Picture(png, alt, width=round(figure.get_figwidth() * 96))
 
-    def found(self, *sentences: str) -> Finding:
-        """Record findings, sentences computed from the tables; the Finding given back shows them in a notebook."""
+    def found(self, *sentences: str) -> Sentences:
+        """Record findings, sentences computed from the tables; what is given back shows them in a notebook."""
         self._findings += sentences
-        return Finding(sentences)
+        return Sentences(sentences)
 
     def finish(self, arms: Iterable[Mapping], effects: Iterable[Mapping], *, gates: Iterable[Mapping] = ()) -> Path:
         """Write results.json atomically and return its path. Raises ResultError where the schema is not met.
@@ -113,8 +113,8 @@ class Picture:
         return data, {"image/png": {"alt": self._alt, "width": self._width}}
 
 
-class Finding:
-    """Sentences that a notebook shows as a quoted block."""
+class Sentences:
+    """Sentences that a notebook shows as a quoted block; `Experiment.found` records them as well."""
 
     def __init__(self, sentences: Iterable[str]):
         self.sentences = list(sentences)
