@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ def top_k(scores_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if torch.isnan(scores_NE).any():
         row = int(torch.isnan(scores_NE).any(1).nonzero()[0])
         raise ValueError(f"router scores of token {row} are NaN: no expert can be chosen")
-    if k > 4:
+    if k > 4 or torch.isneginf(scores_NE).any():  # the loop below would choose such an expert twice
         values, ids = scores_NE.sort(dim=1, descending=True, stable=True)
         return values[:, :k], ids[:, :k]
     rest = scores_NE.detach().clone()
@@ -103,7 +104,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(E, D, F_))
 
     def forward(self, x_ND: Tensor, gates_NK: Tensor, experts_NK: Tensor) -> Tensor:
-        return grouped_experts(x_ND, gates_NK, experts_NK, self.gate_up.to(x_ND.dtype), self.down.to(x_ND.dtype))
+        return grouped_experts(x_ND, gates_NK, experts_NK, self.gate_up, self.down)
 
 
 class Layer(nn.Module):
@@ -164,7 +165,7 @@ class MoEModel(nn.Module):
         h_BTD, routing = self.body(tokens_BT)
         if targets_BT is None:
             return Output(None, None, self.head(h_BTD), routing)
-        loss, losses_N = head_loss(h_BTD.reshape(B * T, -1), self.head.weight.to(h_BTD.dtype), targets_BT.reshape(-1))
+        loss, losses_N = head_loss(h_BTD.reshape(B * T, -1), self.head.weight, targets_BT.reshape(-1))
         return Output(loss, losses_N.view(B, T), None, routing)
 
     def body(self, tokens_BT: Tensor) -> tuple[Tensor, list[Routing]]:
@@ -230,9 +231,11 @@ def to_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
 
 
 def from_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `to_olmoe`; a missing entry is a ConfigError that names it."""
+    """The inverse of `to_olmoe`; a missing or surplus entry is a ConfigError that names it."""
+    used = set()
 
     def get(name):
+        used.add(name)
         if name not in state:
             raise ConfigError(f"the checkpoint has no {name}: it is not an OLMoE checkpoint of {config.num_layers} layers and {config.num_experts} experts")
         return state[name]
@@ -245,6 +248,8 @@ def from_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tenso
         expert = lambda e, n: get(f"{theirs}mlp.experts.{e}.{n}_proj.weight")  # noqa: E731
         out[ours + "experts.gate_up"] = torch.stack([torch.cat([expert(e, "gate"), expert(e, "up")]) for e in range(config.num_experts)])
         out[ours + "experts.down"] = torch.stack([expert(e, "down") for e in range(config.num_experts)])
+    if surplus := sorted(set(state) - used):
+        raise ConfigError(f"the checkpoint has {surplus[0]}, which a model of {config.num_layers} layers and {config.num_experts} experts has not")
     return out
 
 
@@ -282,9 +287,13 @@ def olmoe_config(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dic
 def model_config(olmoe: dict, source: str = "config.json") -> ModelConfig:
     """ModelConfig of an OLMoE config.json; anything that this decoder does not compute is refused by name."""
     ours = olmoe.get("predmoe", {"routing": "topk", "early_by": 0})
-    expected = "olmoe" if ours["routing"] == "topk" else f"predmoe_{ours['routing']}"
+    expected = "olmoe" if ours.get("routing") == "topk" else f"predmoe_{ours.get('routing')}"
     if olmoe.get("model_type") != expected:
         raise ConfigError(f"{source}: model_type={olmoe.get('model_type')!r} is not an OLMoE checkpoint")
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_experts",
+              "num_experts_per_tok", "max_position_embeddings", "norm_topk_prob", "rms_norm_eps")
+    if missing := [name for name in needed if name not in olmoe]:
+        raise ConfigError(f"{source} lacks {', '.join(missing)}: it does not describe an OLMoE checkpoint")
     fixed = {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None, "tie_word_embeddings": False}
     for name, value in fixed.items():
         if olmoe.get(name, value) != value:
@@ -326,27 +335,38 @@ def save_checkpoint(model: MoEModel, folder: str | Path) -> Path:
     return folder
 
 
+def _read_json(source: Path) -> dict:
+    try:
+        return json.loads(source.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{source} is damaged, it is not JSON: {error}") from None
+
+
 def load_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> MoEModel:
     """The model in an OLMoE folder (one safetensors file or shards with an index).
 
-    Raises ConfigError where files are missing, the format is another, or `expected` differs from what is stored.
+    Raises ConfigError where files are missing or damaged, the format is another, or `expected` differs from what is stored.
     """
     folder = Path(folder)
     source = folder / "config.json"
     if not source.is_file():
         raise ConfigError(f"{folder} holds no config.json: it is not a checkpoint")
-    config = model_config(json.loads(source.read_text()), str(source))
+    config = model_config(_read_json(source), str(source))
     if expected is not None and config != expected:
         a, b = to_dict(config), to_dict(expected)
         differing = ", ".join(f"{n}={a[n]} (wanted {b[n]})" for n in a if a[n] != b[n])
         raise ConfigError(f"{folder} is a checkpoint of another shape: {differing}")
-    index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / names[0]).is_file():  # transformers takes the single file first, too
+        names = sorted(set(_read_json(index)["weight_map"].values()))
     state: dict[str, Tensor] = {}
     for name in names:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete")
-        state |= load_file(folder / name)
+        try:
+            state |= load_file(folder / name)
+        except SafetensorError as error:
+            raise ConfigError(f"{folder / name} is damaged: {error}") from None
     model = MoEModel(config)
     ours = {name: tensor.float() for name, tensor in from_olmoe(state, config).items()}
     for name, parameter in model.state_dict().items():
