@@ -90,7 +90,9 @@ def ramp(objective: ObjectiveConfig, progress: float) -> float:
     """The factor in 0..1 on lambda_pred when the fraction `progress` of training is done."""
     if progress >= objective.ramp_end:
         return 1.0
-    return max(0.0, progress - objective.ramp_start) / (objective.ramp_end - objective.ramp_start)
+    if progress <= objective.ramp_start:
+        return 0.0
+    return (progress - objective.ramp_start) / (objective.ramp_end - objective.ramp_start)
 
 
 def terms(lm_loss: Tensor, routing: list[Routing], predictor: Predictor | None, objective: ObjectiveConfig, *, batch: int,
