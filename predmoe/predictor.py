@@ -57,7 +57,10 @@ def membership(experts_NK: Tensor, num_experts: int) -> Tensor:
 
 
 def predicted_top_k(scores_NE: Tensor, k: int) -> Tensor:
-    """Ids of the k largest scores, equal scores by lower id; shape (..., K)."""
+    """Ids of the k largest scores, equal scores by lower id; shape (..., K). Raises ValueError where a score is NaN."""
+    if torch.isnan(scores_NE).any():
+        row = torch.isnan(scores_NE).any(-1).nonzero()[0].tolist()
+        raise ValueError(f"predictor scores of row {row} are NaN: they rank no expert")
     return scores_NE.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
