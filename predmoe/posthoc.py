@@ -143,11 +143,11 @@ def measure(model: MoEModel, cotrained: Predictor | None, run: RunConfig, tokens
         begun = time.perf_counter()
         fitted[kind], curves[kind], converged[kind] = fit(kind, train, dev, run.model, horizons, config, progress=progress)
         seconds[kind] = time.perf_counter() - begun
-    counts = token_counts(train, run.model.vocab_size, run.model.num_experts)
-    scorers = {kind: Heads(predictor) for kind, predictor in fitted.items()}
+    counts = token_counts(train, run.model.vocab_size, run.model.num_experts).to(model.device)
+    scorers = {kind: Heads(predictor.to(model.device)) for kind, predictor in fitted.items()}
     scorers |= {"next_router": NextRouter(model), "token_id": Lookup(counts, True), "static": Lookup(counts, False)}
     if cotrained is not None:
-        scorers["cotrained"] = Heads(cotrained)
+        scorers["cotrained"] = Heads(cotrained.to(model.device))
     result = evaluate(model, tokens.heldout(T), tokens.domains, horizons, scorers, autocast=autocast)
     seconds["posthoc"] = time.perf_counter() - started
     free = ("token_id", "static")
