@@ -234,7 +234,7 @@ class RunConfig:
         unused = {name: getattr(plain, name) for name in ("target", "gradient", "ramp_start", "ramp_end")}
         scale = dataclasses.replace(self.train, predictor_lr_scale=1.0)
         objective = dataclasses.replace(self.objective, **unused)
-        return stable_hash(dataclasses.replace(self, train=scale, objective=objective, predictor=PredictorConfig()))
+        return stable_hash(self, train=scale, objective=objective, predictor=PredictorConfig())
 
 
 def to_dict(config) -> dict:
@@ -242,19 +242,22 @@ def to_dict(config) -> dict:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def stable_hash(config) -> str:
-    """12 hex digits of the SHA-256 of the canonical JSON; fields declared `later` count only where they differ."""
+def stable_hash(config, **instead) -> str:
+    """12 hex digits of the SHA-256 of the canonical JSON; fields declared `later` count only where they differ.
 
-    def canonical(value):
+    `instead`: fields of `config` that are hashed with these values, which need not fit the others.
+    """
+
+    def canonical(value, **instead):
         if dataclasses.is_dataclass(value):
             return {
-                f.name: canonical(getattr(value, f.name))
+                f.name: canonical(instead.get(f.name, getattr(value, f.name)))
                 for f in dataclasses.fields(value)
                 if not (f.metadata.get("later") and getattr(value, f.name) == f.default)
             }
         return list(value) if isinstance(value, tuple) else value
 
-    text = json.dumps({type(config).__name__: canonical(config)}, sort_keys=True)
+    text = json.dumps({type(config).__name__: canonical(config, **instead)}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
