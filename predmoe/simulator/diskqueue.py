@@ -205,7 +205,10 @@ def step(q, p, until):
 
 @compiled
 def finish(q, r, p, lane, event, layer):
-    """Take the ended read off its lane, give a guess its place in the cache, and begin the next read. Returns the key."""
+    """Take the ended read off its lane, give a guess its place in the cache, and begin the next read.
+
+    Returns whether the router waits for it: every demand is awaited, and a guess that was asked for is none any more.
+    """
     key = q.key[lane]
     own = key // p.num_experts
     size = r.size[own]
@@ -219,7 +222,8 @@ def finish(q, r, p, lane, event, layer):
     for i in range(lane, q.at[ACTIVE]):
         q.key[i], q.latency[i], q.left[i], q.began[i], q.speculative[i] = q.key[i + 1], q.latency[i + 1], q.left[i + 1], q.began[i + 1], q.speculative[i + 1]
     q.state[key] = IDLE
-    if r.guess[key]:
+    awaited = r.guess[key] == 0
+    if not awaited:
         group = own if len(r.used) > 1 else 0
         head = len(r.pinned) + group
         room = True
@@ -237,7 +241,7 @@ def finish(q, r, p, lane, event, layer):
                 r.tally[res.WASTED_BYTES] += size
             r.guess[key] = 0
     start(q, r, p)
-    return key
+    return awaited
 
 
 @compiled

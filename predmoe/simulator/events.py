@@ -85,8 +85,7 @@ def replay(routing, guesses, times, p, r, q, spans):
             else:
                 asked = q.clock[0]
                 while waiting:
-                    key = dq.finish(q, r, p, dq.step(q, p, np.inf), event, layer)
-                    waiting -= r.mark[key] == event
+                    waiting -= dq.finish(q, r, p, dq.step(q, p, np.inf), event, layer)
                 spans[s, 2] += q.clock[0] - asked
                 dq.record(q, p, dq.STALL, asked, q.clock[0], layer)
                 _compute(q, r, p, dq.EXPERTS, work + shared, event, layer, layer)
@@ -196,8 +195,7 @@ def _overlapped(q, r, p, waiting, count, each, shared, event, layer):
     dq.record(q, p, dq.EXPERTS, began, free, layer)
     stall = 0.0
     while waiting:
-        key = dq.finish(q, r, p, dq.step(q, p, np.inf), event, layer)
-        if r.mark[key] == event:
+        if dq.finish(q, r, p, dq.step(q, p, np.inf), event, layer):
             waiting -= 1
             arrived = q.clock[0]
             if arrived > free:
