@@ -13,10 +13,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from predmoe.config import ConfigError, RunConfig
@@ -35,10 +38,14 @@ class TrainingError(RuntimeError):
 
 
 def write_json(path: Path, value) -> None:
-    """Replace `path` by `value` as JSON, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)
+    """Replace `path` by `value` as JSON, whole or not at all; several processes may do so at a time."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    try:
+        partial.write_text(json.dumps(value, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:  # of a failed write, which does not say of which file
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def learning_rate(config, step: int) -> float:
@@ -73,12 +80,22 @@ def new_predictor(config, model_config) -> Predictor:
     return Predictor(config, hidden_size=c.hidden_size, num_experts=c.num_experts, num_layers=c.num_layers)
 
 
+def check_device(device: str) -> None:
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: no CUDA device here; use device: cpu")
+
+
+def is_complete(folder: Path, config: RunConfig) -> bool:
+    """Whether the run is finished and its checkpoint is all there: a clone of a repository has neither weights nor heads."""
+    needed = ["config.json", "model.safetensors"] + ["predictor.safetensors"] * bool(config.objective.lambda_pred)
+    return (folder / "finished.json").exists() and all((folder / "checkpoint" / name).exists() for name in needed)
+
+
 class Trainer:
     """One run in one folder. `train()` goes on from the last checkpoint and returns when the last step is done."""
 
     def __init__(self, config: RunConfig, folder: Path, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, progress=lambda line: None):
-        if config.train.device.startswith("cuda") and not torch.cuda.is_available():
-            raise ConfigError(f"device={config.train.device!r}: no CUDA device here; use device: cpu")
+        check_device(config.train.device)
         torch.set_num_threads(config.train.threads)
         self.config, self.folder = config, Path(folder)
         self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
@@ -104,22 +121,31 @@ class Trainer:
     def _log(self) -> Path:
         return self.folder / "metrics.jsonl"
 
+    @contextmanager
+    def _saving(self):
+        """Where files are written: on a full disk the last good checkpoint stays and the run stops with a sentence."""
+        try:
+            yield
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a failed write
+            kept = "the last good checkpoint stays" if self._state.exists() else "no earlier checkpoint exists"
+            raise TrainingError(f"cannot save step {self.step} in {self.folder}: {error}; {kept}; free some space and run again") from error
+
     def save(self) -> None:
-        """Replace the checkpoint as a whole; on a full disk the last good one stays and the run stops with a sentence."""
+        """Replace the checkpoint as a whole or not at all."""
         partial = self._state.with_suffix(".partial")
         heads = self.predictor.state_dict() if self.predictor is not None else None
         state = {"step": self.step, "seconds": self.seconds, "model": self.model.state_dict(), "predictor": heads,
                  "optimizer": self.optimizer.state_dict(), "log_bytes": self._log.stat().st_size}
-        try:
-            with open(partial, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self._state)
-        except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
-            partial.unlink(missing_ok=True)
-            kept = "the last good checkpoint stays" if self._state.exists() else "no earlier checkpoint exists"
-            raise TrainingError(f"cannot save step {self.step} in {self.folder}: {error}; {kept}; free some space and run again") from error
+        with self._saving():
+            try:
+                with open(partial, "wb") as file:
+                    torch.save(state, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                partial.replace(self._state)
+            except Exception:
+                partial.unlink(missing_ok=True)
+                raise
 
     def restore(self) -> None:
         """Take up the last checkpoint, if there is one, and cut the log back to it."""
@@ -136,7 +162,7 @@ class Trainer:
         self.progress(f"resumed at step {self.step}")
 
     def log(self, **values) -> None:
-        with open(self._log, "a") as file:
+        with self._saving(), open(self._log, "a") as file:
             file.write(json.dumps({"step": self.step, **values}) + "\n")
 
     # --- work --------------------------------------------------------------------------------------------------------
@@ -151,7 +177,8 @@ class Trainer:
             self.seconds = base + time.perf_counter() - started
             if self.step % LOG_EVERY == 0 or self.step in (1, total):
                 self.log(terms=values)
-                write_json(self.folder / "timing.json", self.timing())
+                with self._saving():
+                    write_json(self.folder / "timing.json", self.timing())
                 self.progress(f"step {self.step}/{total}, loss {values['lm']:.3f}, {self.timing()['tokens_per_second']:,.0f} tokens/s")
             if self.step % self.config.train.eval_every == 0 and self.step < total:
                 self.log(dev=self.evaluate_on("dev"))
@@ -169,12 +196,15 @@ class Trainer:
         config = self.config.train
         windows = torch.from_numpy(self.stream.batch(self.step, config.batch_size, self.config.model.context)).to(config.device)
         with torch.autocast(self.model.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
-            output = self.model(windows[:, :-1], windows[:, 1:])
+            try:
+                output = self.model(windows[:, :-1], windows[:, 1:])
+            except ValueError as error:  # a router's scores are NaN
+                raise TrainingError(f"the loss is not finite at step {self.step} ({error}); lower the learning rate or a term's weight") from error
         parts = terms(output.loss, output.routing, self.predictor, self.config.objective, batch=len(windows), progress=self.step / config.steps)
         loss = sum(parts.values())
         if not torch.isfinite(loss):
             sizes = ", ".join(f"{name} {value.item():.4g}" for name, value in parts.items())
-            raise TrainingError(f"the loss is not finite at step {self.step} ({sizes}); lower the learning rate or the term's weight")
+            raise TrainingError(f"the loss is not finite at step {self.step} ({sizes}); lower the learning rate or a term's weight")
         loss.backward()
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(everything, config.grad_clip)
@@ -194,14 +224,23 @@ class Trainer:
         return result
 
     def finish(self) -> None:
-        """Final evaluation, the OLMoE checkpoint, and finished.json, whose existence says that the run is complete."""
+        """Final evaluation, the heads and the OLMoE checkpoint, and finished.json, whose existence says that all is there."""
         result = self.evaluate_on("heldout")
         self.log(heldout=result)
-        save_checkpoint(self.model, self.folder / "checkpoint")
-        if self.predictor is not None:
-            save_file(self.predictor.state_dict(), self.folder / "checkpoint" / "predictor.safetensors")
-        write_json(self.folder / "timing.json", self.timing())
-        write_json(self.folder / "finished.json", {"val_loss": result["val_loss"], "data_hash": self.tokens.hash})
+        checkpoint = self.folder / "checkpoint"
+        with self._saving():
+            try:
+                checkpoint.mkdir(exist_ok=True)
+                if self.predictor is not None:
+                    save_file(self.predictor.state_dict(), checkpoint / "predictor.partial")
+                    (checkpoint / "predictor.partial").replace(checkpoint / "predictor.safetensors")
+                save_checkpoint(self.model, checkpoint)
+                write_json(self.folder / "timing.json", self.timing())
+                write_json(self.folder / "finished.json", {"val_loss": result["val_loss"], "data_hash": self.tokens.hash})
+            except Exception:
+                for partial in checkpoint.glob("*.partial"):
+                    partial.unlink()
+                raise
         self._state.unlink()
 
 

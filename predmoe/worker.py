@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from predmoe import provenance
@@ -20,12 +21,13 @@ from predmoe.data import prepare
 from predmoe.locking import FolderLock
 from predmoe.model import load_checkpoint
 from predmoe.posthoc import measure
-from predmoe.train import CHECKPOINT_SECONDS, Trainer, TrainingError, load_predictor, write_json
+from predmoe.train import CHECKPOINT_SECONDS, Trainer, TrainingError, check_device, is_complete, load_predictor, write_json
 
 
 def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, progress=print) -> None:
     """Bring the run to its end unless it is finished and its checkpoint is there."""
-    if (folder / "finished.json").exists() and (folder / "checkpoint" / "config.json").exists():
+    if is_complete(folder, config):
+        (folder / "state.pt").unlink(missing_ok=True)  # left by a kill in the very last step
         return
     trainer = Trainer(config, folder, checkpoint_seconds=checkpoint_seconds, progress=progress)
     source = folder / "provenance.json"
@@ -36,6 +38,7 @@ def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKP
 
 def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target: Path, *, progress=print) -> None:
     """Write the measurement of a finished run to `target`, and the fitted heads beside the checkpoint."""
+    check_device(config.train.device)
     torch.set_num_threads(config.train.threads)
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
     cotrained = load_predictor(folder / "checkpoint", config)
@@ -68,8 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
             if options.posthoc and not target.exists():
                 posthoc = build(PosthocConfig, json.loads((folder / f"{options.posthoc}.config.json").read_text()))
                 measure_run(folder, config, posthoc, target, progress=say)
-    except (ConfigError, TrainingError, OSError) as error:
+    except (ConfigError, TrainingError) as error:
         print(f"predmoe: {error}", file=sys.stderr, flush=True)
+        return 2
+    except (OSError, SafetensorError) as error:
+        print(f"predmoe: cannot work in {folder}: {error}; what is finished stays; remove the cause and run again", file=sys.stderr, flush=True)
         return 2
     return 0
 

@@ -1,0 +1,296 @@
+"""The run store: what is there is returned, what is missing is made, one process at a time and each run once."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import finished, folder_of, lines, results, tiny, write_corpus
+
+from predmoe import runs, worker
+from predmoe.config import ConfigError, PosthocConfig, PredictorConfig
+from predmoe.runs import RunFailed, get_or_measure, get_or_train, open_run, posthoc_name
+from predmoe.train import Trainer
+
+POSTHOC = PosthocConfig(tokens=512, batch_tokens=128, eval_every=10, max_steps=40, patience=1)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREDMOE_CACHE", str(folder / "cache"))
+        yield write_corpus(folder / "text")
+
+
+@pytest.fixture(scope="module")
+def pair(corpus):
+    """The joint run and its baseline."""
+    return [tiny(corpus), tiny(corpus, objective={})]
+
+
+@pytest.fixture(scope="module")
+def measured(pair, tmp_path_factory):
+    """(store, measurements) of both, trained and measured in child processes, side by side."""
+    store = tmp_path_factory.mktemp("measured")
+    return store, get_or_measure(pair, POSTHOC, profile="none", store=store, parallel=2, report=lambda line: None)
+
+
+@pytest.fixture
+def no_children(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a child process was started")
+
+    monkeypatch.setattr(runs.subprocess, "Popen", refuse)
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def clone(store: Path, to: Path) -> Path:
+    """What a repository holds of a store: no weights, no log, no locks."""
+    ignored = shutil.ignore_patterns("*.safetensors", "*.pt", "lock*", "log.txt", "*.partial", "checkpoint")
+    return shutil.copytree(store, to, ignore=ignored)
+
+
+# -------------------------------------------------------------------------------------------------------- measurements
+
+
+def test_measurements_come_in_the_order_asked_for(pair, measured):
+    found = measured[1]
+    assert [m["config_hash"] for m in found] == [config.hash for config in pair]
+    assert [m["lambda_pred"] for m in found] == [0.3, 0.0]
+    assert "cotrained" in found[0]["hit"] and "cotrained" not in found[1]["hit"]
+    for m in found:
+        assert m["hit"].keys() >= {"linear", "ranking", "next_router", "token_id", "static"}
+        assert all(0 <= hit <= 1 for by_horizon in m["hit"].values() for hit in by_horizon.values())
+        assert m["curves"]["linear"][0]["step"] == 10 and isinstance(m["converged"]["ranking"], bool)
+        assert m["seconds"]["train"] > 0 and m["terms_nats"]["lm"] > 0
+
+
+def test_nothing_is_done_the_second_time(pair, measured, no_children):
+    store, found = measured
+    before = {name: stamp for name, stamp in stamps(store).items() if not name.endswith(".config.json")}
+    assert get_or_measure(pair[::-1] + pair, POSTHOC, profile="none", store=store) == found[::-1] + found
+    assert get_or_train(pair[0], store=store).has_checkpoint
+    assert {name: stamp for name, stamp in stamps(store).items() if name in before} == before
+
+
+def test_a_fresh_clone_needs_no_checkpoint_to_read_measurements(pair, measured, no_children, tmp_path):
+    store = clone(measured[0], tmp_path / "clone")
+    assert get_or_measure(pair, POSTHOC, profile="none", store=store) == measured[1]
+    assert not list(store.rglob("*.safetensors"))
+
+
+def test_a_measurement_holds_neither_host_nor_path(pair, measured):
+    for config in pair:
+        folder = measured[0] / config.hash
+        for file in (folder / "provenance.json", folder / f"{posthoc_name(POSTHOC)}.json"):
+            value = json.loads(file.read_text())
+            value.get("config", {}).get("data", {}).pop("corpus", None)  # the local text's path is a parameter
+            assert str(measured[0]) not in json.dumps(value) and os.uname().nodename not in json.dumps(value).split('"')
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["no checkpoint", "only its description"])
+def test_a_missing_checkpoint_is_trained_again_to_the_same_bits(pair, measured, tmp_path, described):
+    store = clone(measured[0], tmp_path / "clone")
+    folder = store / pair[0].hash
+    if described:
+        (folder / "checkpoint").mkdir()
+        shutil.copy(measured[0] / pair[0].hash / "checkpoint" / "config.json", folder / "checkpoint")
+    assert not open_run(pair[0], store).has_checkpoint
+    if described:  # the second child process would show nothing new
+        return
+    run = get_or_train(pair[0], store=store, report=lambda line: None)
+    assert run.path == folder and run.has_checkpoint
+    trained = results(folder)
+    assert trained == {name: value for name, value in results(measured[0] / pair[0].hash).items() if name in trained}
+    assert {"model.safetensors", "predictor.safetensors", "metrics.jsonl"} <= trained.keys()
+
+
+def test_a_run_is_found_by_its_configuration(pair, measured, corpus):
+    assert open_run(pair[1], measured[0]).metrics() == lines(measured[0] / pair[1].hash)
+    heads = replace(pair[1], predictor=PredictorConfig(kind="ranking", horizons=(1,)))
+    assert open_run(heads, measured[0]).has_checkpoint  # without the term, heads change nothing: one baseline per seed
+    assert open_run(replace(pair[0], predictor=heads.predictor), measured[0]).has_checkpoint is False
+
+
+def test_a_folder_of_another_configuration_is_refused(pair, tmp_path):
+    folder_of(pair[1], tmp_path / pair[0].hash)
+    with pytest.raises(ConfigError, match=f"config.json describes run {pair[1].hash}, not {pair[0].hash}"):
+        open_run(pair[0], tmp_path)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_by_the_worker(pair, measured, corpus, tmp_path, capsys):
+    other = tiny(corpus, model={"hidden_size": 64}, objective={})
+    folder = shutil.copytree(measured[0] / pair[1].hash, tmp_path / "run")
+    (folder / "config.json").write_text((folder_of(other, tmp_path / "other") / "config.json").read_text())
+    name = posthoc_name(POSTHOC)
+    (folder / f"{name}.json").unlink()
+    assert worker.main([str(folder), "--posthoc", name]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("predmoe: ") and "checkpoint of another shape: hidden_size=32 (wanted 64)" in error and "\n" not in error
+
+
+def test_the_store_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("PREDMOE_STORE", str(tmp_path / "shared"))
+    assert runs.default_store("cpu") == tmp_path / "shared"
+    monkeypatch.delenv("PREDMOE_STORE")
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path / "out"))
+    assert runs.default_store("cpu") == tmp_path / "out" / "cpu" / "runs"
+
+
+# ------------------------------------------------------------------------------------------------ failure, interruption
+
+
+def test_a_failing_child_is_named_with_its_last_words_and_the_others_finish(pair, measured, corpus, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    bad, good = tiny(corpus, device="cuda"), pair[1]
+    shutil.copytree(measured[0] / good.hash, tmp_path / good.hash, ignore=shutil.ignore_patterns("posthoc-*"))
+    told = []
+    with pytest.raises(RunFailed) as failure:
+        get_or_measure([bad, good], POSTHOC, profile="none", store=tmp_path, parallel=1, report=told.append)
+    log = tmp_path / bad.hash / "log.txt"
+    assert str(failure.value) == f"run {bad.hash} failed: predmoe: device='cuda': no CUDA device here; use device: cpu (log: {log})"
+    assert [line for line in told if line.startswith("[")] == ["[1/2] joint 0.3 topk/input, seed 0: failed", "[2/2] baseline, seed 0: done"]
+    assert open_run(good, tmp_path).measurement(POSTHOC)["hit"] == measured[1][1]["hit"]
+
+
+def test_an_interrupt_stops_the_child_and_the_next_call_goes_on_to_the_same_bits(corpus, tmp_path):
+    config = tiny(corpus, steps=150)
+    reference = finished(config, tmp_path / "reference")
+    run = open_run(config, tmp_path)
+    trainer = Trainer(config, run.path, checkpoint_seconds=0.0)  # somebody trained some steps of it before
+    trainer.evaluate_on = lambda which: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.step == 12 and (run.path / "state.pt").exists()
+    done, log = threading.Event(), run.path / "log.txt"
+
+    def interrupt():
+        while not (log.exists() and "step 25/" in log.read_text()):
+            if done.wait(0.01):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            get_or_train(config, store=tmp_path, report=lambda line: None)
+    finally:
+        done.set()
+        thread.join()
+    holder = json.loads((run.path / "lock").read_text())["pid"]
+    assert not Path(f"/proc/{holder}").exists()  # the child has gone, and left its lock
+    assert not run.finished
+    assert get_or_train(config, store=tmp_path, report=lambda line: None).has_checkpoint
+    assert log.read_text().count("resumed at step 11") == 2  # the last state that was saved
+    assert results(run.path) == results(reference)
+
+
+def test_two_at_the_same_run_train_it_once(pair, tmp_path):
+    config, got = pair[0], []
+
+    def ask():
+        got.append(get_or_train(config, store=tmp_path, report=lambda line: None))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    log = (tmp_path / config.hash / "log.txt").read_text()
+    assert [run.has_checkpoint for run in got] == [True, True]
+    assert log.count("step 30/30") == 1 and re.search(r"waiting: process \d+ on \S+ works on this run", log), log
+    assert not (tmp_path / config.hash / "lock").exists()
+
+
+# ------------------------------------------------------------------------- which children run when: a stand-in worker
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """Children that run this shell script instead of the worker: $run is the folder, $name the measurement."""
+
+    def script(text):
+        path = tmp_path / "stand-in.sh"
+        path.write_text(f'#!/bin/sh\nrun=$3; name=$5; events={tmp_path}/events\n{text}\n')
+        path.chmod(0o755)
+        monkeypatch.setattr(runs.sys, "executable", str(path))
+
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.01)
+    return script
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3])
+def test_no_more_children_than_allowed_run_side_by_side(corpus, tmp_path, stand_in, parallel):
+    stand_in('echo + >> $events; sleep 0.3; echo - >> $events; echo "{\\"run\\": \\"$(basename $run)\\"}" > $run/$name.json')
+    configs = [tiny(corpus, seed=seed) for seed in range(5)]
+    found = get_or_measure(configs, POSTHOC, profile="none", store=tmp_path / "store", parallel=parallel, report=lambda line: None)
+    assert [m["run"] for m in found] == [config.hash for config in configs]
+    side_by_side, most = 0, 0
+    for event in (tmp_path / "events").read_text().split():
+        side_by_side += 1 if event == "+" else -1
+        most = max(most, side_by_side)
+    assert most == parallel
+
+
+def test_the_same_run_asked_for_twice_is_done_once(corpus, tmp_path, stand_in):
+    stand_in("echo + >> $events; echo 1 > $run/$name.json")
+    assert get_or_measure([tiny(corpus)] * 3, POSTHOC, profile="none", store=tmp_path / "store", report=lambda line: None) == [1, 1, 1]
+    assert (tmp_path / "events").read_text() == "+\n"
+
+
+def test_a_child_ended_by_a_signal_says_which(corpus, tmp_path, stand_in):
+    stand_in('echo "step 25/30"; kill -9 $$')
+    with pytest.raises(RunFailed, match=r"run \w+ was ended by signal 9 after: step 25/30 \(log: .*log.txt\)"):
+        get_or_train(tiny(corpus), store=tmp_path / "store", report=lambda line: None)
+
+
+def test_children_get_the_threads_of_their_run(corpus, tmp_path, stand_in):
+    stand_in('echo "[$OMP_NUM_THREADS, $MKL_NUM_THREADS]" > $run/$name.json')
+    configs = [tiny(corpus, threads=threads) for threads in (1, 2)]
+    assert get_or_measure(configs, POSTHOC, profile="none", store=tmp_path / "store", report=lambda line: None) == [[1, 1], [2, 2]]
+
+
+def test_progress_is_told_now_and_then(corpus, tmp_path, stand_in, monkeypatch):
+    monkeypatch.setattr(runs, "REPORT_SECONDS", 0.05)
+    stand_in('echo "step 1/30, loss 9.011"; sleep 0.5; echo "step 2/30"')
+    told = []
+    get_or_train(tiny(corpus), store=tmp_path / "store", report=told.append)
+    assert told[0] == "joint 0.3 topk/input, seed 0: step 1/30, loss 9.011" and told[-1] == "[1/1] joint 0.3 topk/input, seed 0: done"
+
+
+def test_parallel_below_one_is_refused(corpus, tmp_path, no_children):
+    with pytest.raises(ConfigError, match="parallel=0 must be at least 1"):
+        get_or_measure([tiny(corpus)], POSTHOC, profile="none", store=tmp_path, parallel=0)
+
+
+def test_many_processes_may_open_a_run_at_a_time(corpus, tmp_path):
+    """Threads stand for processes: what they share is the file system."""
+    config, errors = tiny(corpus), []
+
+    def open_it():
+        try:
+            for seed in range(20):
+                open_run(replace(config, train=replace(config.train, seed=seed)), tmp_path)
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors and len(list(tmp_path.iterdir())) == 20

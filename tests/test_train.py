@@ -1,0 +1,483 @@
+"""Training: the update rule by hand, the same bits from the same seed, and no loss whenever and however it is ended."""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from predmoe import train, worker
+from predmoe.config import ConfigError, RunConfig, TrainConfig, build, to_dict
+from predmoe.model import load_checkpoint
+from predmoe.train import LOG_EVERY, Trainer, TrainingError, build_parts, learning_rate, load_predictor, write_json
+
+# A process forked from one that has imported the package starts at once and has never computed anything.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["predmoe.worker"])
+
+WORDS = "the of and expert router token layer disk cache reads before after predicts nothing else in time".split()
+JOINT = {"lambda_pred": 0.3, "ramp_start": 0.1, "ramp_end": 0.5}
+STEPS = 30
+
+
+def write_corpus(folder: Path, documents: int = 200) -> str:
+    """A JSONL corpus of sentences of 20 words in a fixed cycle, each from another start; returns its spec."""
+    folder.mkdir(parents=True)
+    rng = random.Random(0)
+    with open(folder / "text.jsonl", "w") as file:
+        for i in range(documents):
+            start = rng.randrange(len(WORDS))
+            text = " ".join(WORDS[(start + j) % len(WORDS)] for j in range(20 + i % 30))
+            file.write(json.dumps({"text": f"{i}: {text}."}) + "\n")
+    return f"files:{folder}"
+
+
+def tiny(corpus: str, *, seed=0, model=None, objective=None, **training) -> RunConfig:
+    """A model of three layers that takes some milliseconds a step; horizons 1 and 2."""
+    return build(RunConfig, {
+        "model": {"vocab_size": 8192, "hidden_size": 32, "num_layers": 3, "num_heads": 2, "expert_size": 32, "num_experts": 4, "top_k": 2,
+                  "context": 16} | (model or {}),
+        "train": {"steps": STEPS, "batch_size": 4, "lr": 5e-3, "warmup_steps": 5, "predictor_lr_scale": 5.0, "eval_every": 12, "seed": seed} | training,
+        "data": {"corpus": corpus, "heldout_tokens": 256, "dev_tokens": 128},
+        "objective": JOINT if objective is None else objective,
+        "predictor": {"horizons": [1, 2]},
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A corpus whose token files lie in a temporary cache, for child processes as well."""
+    folder = tmp_path_factory.mktemp("corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREDMOE_CACHE", str(folder / "cache"))
+        yield write_corpus(folder / "text")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def folder_of(config: RunConfig, path: Path) -> Path:
+    """A run's folder as the store makes it."""
+    path.mkdir(parents=True)
+    write_json(path / "config.json", to_dict(config))
+    return path
+
+
+def finished(config: RunConfig, path: Path) -> Path:
+    """A run brought to its end in this process."""
+    folder = folder_of(config, path)
+    worker.train(folder, config, progress=lambda line: None)
+    return folder
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    """What must not depend on interruptions: final weights and heads, the checkpoint's description, log and final loss."""
+    files = [*sorted((folder / "checkpoint").iterdir()), folder / "metrics.jsonl", folder / "finished.json"]
+    return {file.name: file.read_bytes() for file in files}
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    """The joint run, never interrupted."""
+    return finished(tiny(corpus), tmp_path_factory.mktemp("uninterrupted") / "run")
+
+
+# ---------------------------------------------------------------------------------------------------- the update rule
+
+
+@pytest.mark.parametrize("step, factor", [
+    (0, 0.25), (1, 0.5), (3, 1.0),           # warm-up: (step + 1) / 4
+    (4, 1.0), (6, 0.1 + 0.9 * (2 + math.sqrt(2)) / 4), (8, 0.55), (12, 0.1),  # cosine over 8 steps from 1 to 0.1
+])  # fmt: skip
+def test_the_learning_rate_by_hand(step, factor):
+    config = TrainConfig(steps=12, batch_size=1, lr=1.0, warmup_steps=4, final_lr_fraction=0.1)
+    assert learning_rate(config, step) == pytest.approx(factor)
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate():
+    assert learning_rate(TrainConfig(steps=1, batch_size=1, lr=1.0, warmup_steps=0), 0) == 1.0
+
+
+def test_matrices_decay_and_norms_and_biases_do_not(corpus):
+    model, predictor, optimizer = build_parts(tiny(corpus))
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        group = group_of.pop(id(parameter))
+        assert group["weight_decay"] == (0.0 if "norm" in name else 0.1), name
+        assert group["scale"] == 1.0
+    for name, parameter in predictor.named_parameters():
+        group = group_of.pop(id(parameter))
+        assert group["weight_decay"] == (0.0 if "biases" in name else 0.1), name
+        assert group["scale"] == 5.0
+    assert not group_of  # and nothing else is trained
+    assert build_parts(tiny(corpus, objective={}))[1] is None
+
+
+@pytest.mark.parametrize("clip", [1e9, 1e-3])
+def test_an_update_is_a_clipped_adamw_step_by_hand(corpus, tmp_path, clip):
+    config = tiny(corpus, grad_clip=clip, warmup_steps=0, objective={"lambda_pred": 0.3})
+    trainer = Trainer(config, tmp_path)
+    everything = dict(trainer.model.named_parameters()) | {f"heads.{n}": p for n, p in trainer.predictor.named_parameters()}
+    before = {name: p.detach().clone().double() for name, p in everything.items()}
+    grads = {}
+    zero, trainer.optimizer.zero_grad = trainer.optimizer.zero_grad, lambda **_: grads.update({n: p.grad.double() for n, p in everything.items()})
+    trainer.training_step()
+    trainer.optimizer.zero_grad = zero
+    norm = math.sqrt(sum(g.square().sum().item() for g in grads.values()))
+    assert norm == pytest.approx(clip, rel=1e-3) if clip < 1 else norm < clip  # gradients as they were after clipping
+    for name, p in everything.items():
+        lr = 5e-3 * (5.0 if name.startswith("heads.") else 1.0)
+        decay = 0.0 if "norm" in name or "biases" in name else 0.1
+        g = grads[name]  # in the first step both moments, corrected for their bias, are g and g^2
+        by_hand = before[name] * (1 - lr * decay) - lr * g / (g.abs() + 1e-8)
+        torch.testing.assert_close(p.detach().double(), by_hand, rtol=0, atol=2e-6, msg=name)
+        assert lr * decay == 0 or not torch.equal(p.double(), before[name])
+
+
+def test_every_group_follows_the_schedule(corpus, tmp_path):
+    trainer = Trainer(tiny(corpus), tmp_path)
+    for step, factor in enumerate([0.2, 0.4, 0.6, 0.8, 1.0, 1.0]):
+        trainer.training_step()
+        trainer.step += 1
+        assert [g["lr"] for g in trainer.optimizer.param_groups] == pytest.approx([5e-3 * factor] * 2 + [25e-3 * factor] * 2), step
+
+
+# ------------------------------------------------------------------------------------------------------ what is learnt
+
+
+def test_the_loss_falls_far_below_chance_and_heads_learn_to_foresee(corpus, tmp_path):
+    config = tiny(corpus, steps=100, lr=1e-2, eval_every=5, objective=JOINT | {"ramp_start": 0.0, "ramp_end": 0.1})
+    found = lines(finished(config, tmp_path / "run"))
+    first, last = found[0], found[-1]["heldout"]
+    assert first["step"] == 1 and first["terms"]["lm"] == pytest.approx(math.log(8192), abs=0.1)
+    assert last["val_loss"] < 3.0  # of ln 8192 = 9.01: a fixed cycle of 17 words
+    dev = [line["dev"]["hit"]["cotrained"] for line in found if "dev" in line]
+    for h in ("1", "2"):
+        assert last["hit"]["cotrained"][h] > max(0.8, dev[0][h] + 0.1)  # chance is k/E = 0.5
+
+
+def test_the_log_says_what_was_trained_and_has_no_clock(uninterrupted, corpus):
+    found = lines(uninterrupted)
+    assert [(line["step"], next(name for name in line if name != "step")) for line in found] == [
+        (1, "terms"), (12, "dev"), (24, "dev"), (LOG_EVERY, "terms"), (STEPS, "terms"), (STEPS, "heldout")]  # fmt: skip
+    assert all(line["terms"].keys() == {"lm", "balance", "pred"} for line in found if "terms" in line)
+    assert found[0]["terms"]["pred"] == 0.0 and found[-2]["terms"]["pred"] > 0.0  # the ramp
+    assert not {"second", "time", "tokens_per_second"} & set((uninterrupted / "metrics.jsonl").read_text().split('"'))
+    end = json.loads((uninterrupted / "finished.json").read_text())
+    assert end["val_loss"] == found[-1]["heldout"]["val_loss"]
+    assert json.loads((uninterrupted / "timing.json").read_text())["steps"] == STEPS
+    assert not (uninterrupted / "state.pt").exists()  # weights and heads are in checkpoint/, the optimiser is not needed
+    assert not list(uninterrupted.rglob("*.partial"))
+
+
+def test_the_checkpoint_holds_the_model_that_was_evaluated(uninterrupted, corpus, tmp_path):
+    config = tiny(corpus)
+    trainer = Trainer(config, tmp_path)
+    trainer.model = load_checkpoint(uninterrupted / "checkpoint", config.model)
+    trainer.predictor = load_predictor(uninterrupted / "checkpoint", config)
+    assert trainer.evaluate_on("heldout") == lines(uninterrupted)[-1]["heldout"]
+    assert load_predictor(uninterrupted / "checkpoint", tiny(corpus, objective={})) is None
+
+
+# -------------------------------------------------------------------------------------------------------- determinism
+
+
+@pytest.mark.parametrize("objective", [JOINT, {}], ids=["joint", "baseline"])
+def test_the_same_seed_gives_the_same_bits_and_another_seed_others(corpus, tmp_path, objective):
+    run = lambda name, seed: results(finished(tiny(corpus, seed=seed, objective=objective), tmp_path / name))  # noqa: E731
+    first = run("first", 0)
+    assert run("second", 0) == first
+    other = run("other", 1)
+    assert all(other[name] != first[name] for name in first.keys() - {"config.json"})
+    assert ("predictor.safetensors" in first) == bool(objective)
+
+
+def test_two_threads_give_the_same_bits_each_time(corpus, tmp_path):
+    config = tiny(corpus, threads=2, steps=3, batch_size=16)
+    assert results(finished(config, tmp_path / "first")) == results(finished(config, tmp_path / "second"))
+    assert torch.get_num_threads() == 2
+
+
+def test_the_order_of_the_text_is_a_seed_of_its_own(corpus, tmp_path):
+    first, *others = (
+        build(RunConfig, to_dict(tiny(corpus, seed=seed, objective={})) | {"data": {"corpus": corpus, "heldout_tokens": 256, "dev_tokens": 128, "order_seed": order}})
+        for seed, order in [(0, 0), (0, 1), (1, 0)]
+    )
+    batch = lambda config: Trainer(config, tmp_path).stream.batch(0, 4, 16).tolist()  # noqa: E731
+    order, init = (batch(config) for config in others)
+    assert init == batch(first) and order != batch(first)
+
+
+# ------------------------------------------------------------------------------------------------ ended at any moment
+
+
+def in_child(target, *arguments) -> int:
+    """Exit code of `target(*arguments)` in a fresh process; negative: the signal that ended it."""
+    process = CONTEXT.Process(target=_in_child, args=(dict(os.environ), target, arguments))
+    process.start()
+    process.join(300)
+    assert process.exitcode is not None, "the child hangs"
+    return process.exitcode
+
+
+def _in_child(environment, target, arguments):
+    os.environ.update(environment)
+    sys.exit(target(*arguments))
+
+
+def resume(folder: Path, **options) -> int:
+    """The worker on `folder`, its output in log.txt."""
+    return in_child(_worker, folder, options)
+
+
+def _worker(folder, options) -> int:
+    out = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    if limit := options.get("file_bytes"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if calls := options.get("die_after_calls"):
+        _replaced(Trainer, "train", before=lambda *_: _die_after(calls))
+    if place := options.get("die_at"):
+        PLACES[place]()
+    return worker.main([str(folder), "--checkpoint-seconds", str(options.get("checkpoint_seconds", 0.0))])
+
+
+def _die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_after(calls: int):
+    """kill -9 at the `calls`-th Python or C function called or left: in the middle of whatever that is."""
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls -= 1
+        if not calls:
+            _die()
+
+    sys.setprofile(count)
+
+
+def _replaced(owner, name, before=lambda *_: None, after=lambda *_: None):
+    real = getattr(owner, name)
+
+    def both(*arguments, **keywords):
+        before(*arguments)
+        result = real(*arguments, **keywords)
+        after(*arguments)
+        return result
+
+    setattr(owner, name, both)
+
+
+def _half_a_save():
+    """Half of the third checkpoint is written when the process ends."""
+    real, saves = torch.save, []
+
+    def half(state, file):
+        saves.append(1)
+        real(state, file)
+        if len(saves) == 3:
+            file.flush()
+            os.ftruncate(file.fileno(), file.tell() // 2)
+            _die()
+
+    torch.save = half
+
+
+def _when(count, then=_die):
+    seen = []
+    return lambda *_: (seen.append(1), len(seen) == count and then())
+
+
+PLACES = {
+    "before the first checkpoint": lambda: _replaced(Trainer, "training_step", before=_when(9)),
+    "half of a checkpoint written": _half_a_save,
+    "checkpoint written, not yet in its place": lambda: _replaced(os, "fsync", after=_when(3)),
+    "between the update and its log line": lambda: _replaced(Trainer, "log", before=_when(4)),
+    "between a log line and the checkpoint": lambda: _replaced(Trainer, "save", before=_when(26)),
+    "evaluated at the end, no model yet": lambda: _replaced(train, "save_checkpoint", before=_die),
+    "model written, not yet finished": lambda: _replaced(train, "save_checkpoint", after=_die),
+    "finished, the last state still there": lambda: _replaced(Path, "unlink", before=lambda path: path.name == "state.pt" and _die()),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_kill_at_a_bad_moment_changes_nothing(corpus, tmp_path, uninterrupted, place):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    never = place == "before the first checkpoint"
+    assert resume(folder, die_at=place, checkpoint_seconds=1e9 if never else 0.0) == -signal.SIGKILL
+    assert (folder / "state.pt").exists() != never
+    assert resume(folder) == 0
+    assert results(folder) == results(uninterrupted)
+    assert not (folder / "state.pt").exists() and not list(folder.rglob("*.partial"))
+    resumed = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("resumed")]
+    assert len(resumed) == (0 if never or place.startswith("finished") else 1)
+
+
+def test_kills_at_random_calls_change_nothing(corpus, tmp_path, uninterrupted):
+    """A checkpoint after every step, so that most kills hit the middle of a save."""
+    rng, folder = random.Random(0), folder_of(tiny(corpus), tmp_path / "run")
+    for _ in range(5):
+        assert resume(folder, die_after_calls=rng.randrange(100_000, 250_000)) == -signal.SIGKILL, (folder / "log.txt").read_text()
+    assert resume(folder) == 0
+    assert (folder / "log.txt").read_text().count("resumed at step") >= 3
+    assert results(folder) == results(uninterrupted)
+
+
+def test_kill_9_at_three_random_moments_changes_nothing(corpus, tmp_path):
+    """The real worker, killed from outside: the final weights, heads and metrics equal an uninterrupted run's bit for bit."""
+    config = tiny(corpus, steps=300)
+    reference = finished(config, tmp_path / "reference")
+    folder = folder_of(config, tmp_path / "run")
+    command = [sys.executable, "-m", "predmoe.worker", str(folder), "--checkpoint-seconds", "0.05"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    rng = random.Random(0)
+    for kill in range(3):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+            for _ in range(rng.randrange(1, 3)):  # the first or second line after it began or went on
+                next(line for line in child.stdout if line.startswith("step"))
+            time.sleep(rng.random() * 0.2)
+            child.kill()
+        assert child.returncode == -signal.SIGKILL, f"kill {kill} came too late"
+        assert not (folder / "finished.json").exists()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "resumed at step" in done.stdout, done.stderr
+    assert results(folder) == results(reference)
+    timing = json.loads((folder / "timing.json").read_text())
+    assert timing["steps"] == 300 and timing["tokens_per_second"] == pytest.approx(300 * 64 / timing["seconds"])
+
+
+def test_a_finished_run_is_left_alone_and_a_lost_checkpoint_is_trained_again(corpus, tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    stamp = lambda: {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}  # noqa: E731
+    before = stamp()
+    worker.train(folder, tiny(corpus))
+    assert stamp() == before
+    (folder / "checkpoint" / "predictor.safetensors").unlink()
+    worker.train(folder, tiny(corpus), progress=lambda line: None)
+    assert results(folder) == results(uninterrupted)
+
+
+# ----------------------------------------------------------------------------------------------------------- full disk
+
+
+def full_disk_sentence(text: str) -> str:
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("predmoe: cannot save step") and "free some space and run again" in last and "Traceback" not in text, text
+    return last
+
+
+def test_a_full_disk_before_the_first_checkpoint_stops_the_run_with_a_sentence(corpus, tmp_path, uninterrupted):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    assert resume(folder, file_bytes=1_000_000) == 2
+    assert "no earlier checkpoint exists" in full_disk_sentence((folder / "log.txt").read_text())
+    assert not (folder / "state.pt").exists() and not list(folder.rglob("*.partial"))
+    assert resume(folder) == 0
+    assert results(folder) == results(uninterrupted)
+
+
+def test_a_full_disk_while_saving_keeps_the_last_good_checkpoint(corpus, tmp_path, uninterrupted):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    assert resume(folder, die_at="half of a checkpoint written") == -signal.SIGKILL
+    good = (folder / "state.pt").read_bytes()
+    assert resume(folder, file_bytes=len(good) - 100_000) == 2
+    assert "step 3 " in (last := full_disk_sentence((folder / "log.txt").read_text())) and "the last good checkpoint stays" in last
+    assert (folder / "state.pt").read_bytes() == good and not list(folder.rglob("*.partial"))
+    assert resume(folder) == 0
+    assert results(folder) == results(uninterrupted)
+
+
+def test_a_full_disk_while_the_model_is_written_loses_nothing(corpus, tmp_path, uninterrupted):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    assert resume(folder, die_at="evaluated at the end, no model yet") == -signal.SIGKILL
+    assert resume(folder, file_bytes=1_000_000) == 2  # less than the model, enough for the heads
+    assert "the last good checkpoint stays" in full_disk_sentence((folder / "log.txt").read_text())
+    assert not (folder / "finished.json").exists() and not list(folder.rglob("*.partial"))
+    assert resume(folder) == 0
+    assert results(folder) == results(uninterrupted)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "state.partial"])
+def test_no_space_left_on_the_device_is_said_in_one_sentence(corpus, tmp_path, capsys, name):
+    """/dev/full: a device on which every write fails as on a full disk."""
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    (folder / name).symlink_to("/dev/full")
+    assert worker.main([str(folder)]) == 2
+    assert "No space left on device" in full_disk_sentence(capsys.readouterr().err)
+    assert not (folder / "finished.json").exists()
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path):
+    write_json(tmp_path / "a.json", {"old": 1})
+    (tmp_path / f"a.json.{os.getpid()}-{threading.get_ident()}.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: .*a.json"):
+        write_json(tmp_path / "a.json", {"new": 2})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_a_loss_that_is_not_finite_is_named_with_its_terms(corpus, tmp_path):
+    trainer = Trainer(tiny(corpus), tmp_path)
+    trainer.step = 7
+    trainer.model.head.weight.data[0] = float("inf")
+    with pytest.raises(TrainingError, match=r"not finite at step 7 \(lm (nan|inf), balance 0\.01\d*, pred \d.*\); lower"):
+        trainer.training_step()
+
+
+def test_a_router_that_is_not_finite_is_named_with_the_step(corpus, tmp_path):
+    trainer = Trainer(tiny(corpus), tmp_path)
+    trainer.step = 7
+    trainer.model.layers[1].router.weight.data.fill_(float("nan"))
+    with pytest.raises(TrainingError, match=r"not finite at step 7 \(router scores of token 0 are NaN.*\); lower"):
+        trainer.training_step()
+
+
+def test_a_run_that_diverges_ends_with_one_sentence(corpus, tmp_path, capsys):
+    folder = folder_of(tiny(corpus, lr=1e30, warmup_steps=0), tmp_path / "run")
+    assert worker.main([str(folder)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("predmoe: the loss is not finite at step ") and "lower the learning rate" in error and "\n" not in error
+    assert not (folder / "finished.json").exists() and not (folder / "lock").exists()
+
+
+def test_a_device_that_is_not_there_is_refused(corpus, tmp_path, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    folder = folder_of(tiny(corpus, device="cuda"), tmp_path / "run")
+    assert worker.main([str(folder)]) == 2
+    assert capsys.readouterr().err == "predmoe: device='cuda': no CUDA device here; use device: cpu\n"
+
+
+def test_a_tokenizer_with_more_entries_than_the_model_is_refused(corpus, tmp_path):
+    with pytest.raises(ConfigError, match="tokenizer bpe8k has 8192 entries, the model only vocab_size=8191"):
+        Trainer(tiny(corpus, model={"vocab_size": 8191}), tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    assert worker.main([str(tmp_path / "nothing")]) == 2
+    assert "config.json" in capsys.readouterr().err
