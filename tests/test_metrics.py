@@ -55,8 +55,9 @@ def test_an_expert_is_dead_below_a_hundredth_of_an_even_share(load, dead):
 
 
 def test_reuse_by_hand():
-    # sequence 1: {0,1} {1,0} {1,2} {3,0}: shares 1, 1/2, 0; sequence 2: {0,1} all along: 1, 1, 1. The step from one sequence to the next does not count.
-    experts = torch.tensor([[[0, 1], [1, 0], [1, 2], [3, 0]], [[0, 1], [0, 1], [0, 1], [1, 0]]])
+    # Sequence 1: {0,1} {1,0} {1,2} {3,0}: shares 1, 1/2, 0; sequence 2: {2,3} all along: 1, 1, 1.
+    # The step from one sequence to the next does not count, nor does the same place in another sequence.
+    experts = torch.tensor([[[0, 1], [1, 0], [1, 2], [3, 0]], [[2, 3], [2, 3], [2, 3], [3, 2]]])
     assert metrics.reuse(experts, 4) == pytest.approx((1 + 0.5 + 0 + 3) / 6)
 
 
