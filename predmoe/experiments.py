@@ -233,8 +233,8 @@ def effect_table(effects: Iterable[Mapping]) -> pd.DataFrame:
     return pd.DataFrame([
         {
             "effect": e["name"], "mean (points)": 100 * e["mean"],
-            "95% interval": "none (single seed)" if e["ci95"] is None else f"[{100 * e['ci95'][0]:+.1f}, {100 * e['ci95'][1]:+.1f}]",
-            "per seed": ", ".join(f"{100 * x:+.1f}" for x in e["per_seed"]), "n": e["n"], "p (Holm)": e.get("p_holm"), "family": e["family"],
+            "95% interval": "none (single seed)" if e["ci95"] is None else f"[{100 * e['ci95'][0]:+z.1f}, {100 * e['ci95'][1]:+z.1f}]",
+            "per seed": ", ".join(f"{100 * x:+z.1f}" for x in e["per_seed"]), "n": e["n"], "p (Holm)": e.get("p_holm"), "family": e["family"],
         }
         for e in effects
     ])  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from . import experiments, results, stats
+from .plots import PREDICTORS
 
 
 def say(effect: Mapping, subject: str, quantity: str, unit: str) -> str:
@@ -32,7 +33,13 @@ def compare(effect: Mapping, reference: float) -> str:
     side = "on the same side" if ours * theirs > 0 else "on the other side"
     inside = effect["ci95"] is not None and effect["ci95"][0] <= reference <= effect["ci95"][1]
     within = "; our interval contains its value" if inside else ""
-    return f"{ours:+.1f} points here, {theirs:+.1f} in the reference study ({side}, {abs(ours / theirs):.1f} times its size{within})"
+    return f"{ours:+z.1f} points here, {theirs:+.1f} in the reference study ({side}, {abs(ours / theirs):.1f} times its size{within})"
+
+
+def label(predictor: str) -> str:
+    """A predictor's name at the start of a sentence."""
+    name = PREDICTORS[predictor]
+    return name[0].upper() + name[1:]
 
 
 def corrected(effects: Sequence[Mapping]) -> str:
@@ -66,8 +73,8 @@ def say_convergence(arms: Sequence[Mapping]) -> str:
     fits, stopped = sum(len(row["converged"]) for row in arms), experiments.unconverged(arms)
     if not stopped:
         return f"All {fits} post-hoc fits converged by the same rule."
-    share = f"{len(stopped)} of {fits} post-hoc fits"
-    return f"{share} reached the step limit before they converged, so their hit@k is a lower bound: {'; '.join(stopped)}."
+    named = "; ".join(stopped[:4]) + (f" and {len(stopped) - 4} more" if len(stopped) > 4 else "")
+    return f"{len(stopped)} of {fits} post-hoc fits reached the step limit before they converged, so their hit@k is a lower bound: {named}."
 
 
 def say_choice(arms: Sequence[Mapping], chosen: str | None, seeds: Sequence[int]) -> str:

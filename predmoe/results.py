@@ -30,7 +30,7 @@ ASSETS = Path(__file__).parent / "assets"
 SCHEMA_VERSION = 1
 MADE_WITH = ("provenance", "measured_by", "posthoc_config", "seconds", "tokens_per_second")   # of an arm: kept under provenance
 ELSEWHERE = ("documents", "curves", "config", *MADE_WITH)   # of an arm: left to the run store and the CSV tables
-UNITS = {"points": (100, ".1f", " points"), "percent": (100, ".2f", "%"), "nats": (1, ".4f", " nats")}
+UNITS = {"points": (100, "z.1f", " points"), "percent": (100, "z.2f", "%"), "nats": (1, "z.4f", " nats")}   # z: no -0.0
 
 
 class ResultError(ValueError):
