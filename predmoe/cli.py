@@ -1,4 +1,4 @@
-"""The command line: `predmoe report` and `predmoe train`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
+"""The command line: `predmoe report`, `predmoe train` and `predmoe readme`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
 
 from __future__ import annotations
 
@@ -52,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
                          help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
     command.add_argument("--store", type=Path, help="the run store's folder (default: the one of the tier's profile)")
     command.set_defaults(command=_train)
+
+    command = commands.add_parser("readme", help="bring the computed parts of README.md up to date with outputs/")
+    command.set_defaults(command=_readme)
     return parser
 
 
@@ -73,6 +76,13 @@ def _train(options) -> int:
     except runs.RunFailed as error:
         return _say(str(error), 1)
     print(run.path)
+    return 0
+
+
+def _readme(options) -> int:
+    from . import readme
+
+    print("README.md " + ("rewritten" if readme.update() else "is up to date"))
     return 0
 
 

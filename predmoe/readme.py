@@ -1,0 +1,54 @@
+"""The parts of README.md that are numbers: computed from outputs/, put between markers, and checked by a test.
+
+`predmoe readme` rewrites them. Nothing between the markers is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from . import corpora, paths, results
+
+README = paths.ROOT / "README.md"
+BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
+
+
+def render(text: str) -> str:
+    """README's text with every computed part brought up to date."""
+    for name, part in (("results:cpu", findings("cpu")), ("benchmarks", benchmarks()), ("sources", sources())):
+        closing = f"{name.split(':')[0]}:end"
+        pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- {re.escape(closing)} -->)", re.DOTALL)
+        text, found = pattern.subn(lambda match: f"{match[1]}{part}{match[2]}", text)
+        if found != 1:
+            raise results.ResultError(f"README.md needs exactly one part between <!-- {name} --> and <!-- {closing} -->; it has {found}")
+    return text
+
+
+def update(path: Path = README) -> bool:
+    """Rewrite README.md in place; returns whether anything changed."""
+    before = path.read_text()
+    after = render(before)
+    path.write_text(after)
+    return before != after
+
+
+def findings(profile: str) -> str:
+    """The summary figure of a profile and the answers of its 00_report."""
+    report = results.load(profile, "00_report")
+    pictures = [f"![{figure['alt']}](outputs/{profile}/00_report/{figure['png']})" for figure in report["figures"] if figure["name"] == "summary"]
+    sentences = "\n".join(f"- {sentence}" for sentence in report["findings"])
+    return "\n" + "\n\n".join([*pictures, sentences]) + "\n\n"
+
+
+def benchmarks() -> str:
+    """The tables that the commands under benchmarks/ measured, each with the machine it ran on."""
+    parts = [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("*.json"))]
+    return "".join(f"\n{part['markdown'].strip()}\n" for part in parts) + "\n"
+
+
+def sources() -> str:
+    """The offline corpus: domain, origin, licence and the package that ships it."""
+    rows = [f"| {s.domain} | {s.origin} | {s.licence} | {f'`{s.requirement}`' if s.requirement else 'Python itself'} |" for s in corpora.Offline.sources]
+    return "\n".join(["", "| domain | text | licence | from |", "|---|---|---|---|", *rows, "", ""])
