@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,7 +92,7 @@ def count(trace: Trace, cache: Cache, *, replay: str = "atomic", cold: str = "tr
     words = _words(cache, int(own_usage.sum()))
     pool = 21 + (4 ** math.ceil(math.log(cache.sample * 3, 4)) if cache.sample > 5 else 0)
     _count(trace.experts_NLK, trace.starts, fresh_passes(trace, cold), E, POLICIES.index(cache.policy), r, replay == "atomic",
-           first, when, cache.sample, pool, words, per_pass, hit_NLK)  # fmt: skip
+           first, when, cache.sample, pool, words, per_pass, hit_NLK, _scratch(cache, E, trace.num_layers))  # fmt: skip
     return Counts(per_pass, trace.phase, int(r.tally[res.EVICTIONS]), hit_NLK if flags else None)
 
 
@@ -103,21 +104,22 @@ def count_keys(keys: np.ndarray, slots: int, policy: str = "lru") -> int:
     cache = Cache(slots=slots, policy=policy)
     E = int(keys.max()) + 1
     if policy == "lru":
-        return int(_lru_misses(keys, E, slots))
+        return int(_lru_misses(keys, E, slots, np.full(E + 1, -1, np.int32), np.full(E + 1, -1, np.int32)))
     experts = keys.reshape(-1, 1, 1).astype(np.int16 if E <= np.iinfo(np.int16).max else np.int32)
     starts = np.arange(len(keys) + 1)
     usage = np.bincount(keys, minlength=E).astype(np.int64)
     r = res.create(cache, E, np.ones(1, np.int64), 1, usage)
     first, when = _occurrences_of(experts, starts, E, usage)
     per_pass = np.zeros((len(keys), 3), np.int64)
-    _count(experts, starts, np.zeros(len(keys), np.bool_), E, POLICIES.index(policy), r, False, first, when, 0, 21, _words(cache, 0), per_pass, np.zeros((0, 0, 0), np.bool_))
+    _count(experts, starts, np.zeros(len(keys), np.bool_), E, POLICIES.index(policy), r, False, first, when, 0, 21, _words(cache, 0),
+           per_pass, np.zeros((0, 0, 0), np.bool_), _scratch(cache, E, 1))  # fmt: skip
     return len(keys) - int(per_pass[:, HITS].sum())
 
 
 def uses(trace: Trace) -> np.ndarray:
     """How often each key (layer * E + expert) is accessed: int64 [L * E]."""
     usage = np.zeros(trace.num_layers * trace.meta.num_experts, np.int64)
-    _uses(trace.experts_NLK, trace.starts, trace.meta.num_experts, usage)
+    _uses(trace.experts_NLK, trace.starts, trace.meta.num_experts, usage, *_set_of(trace.meta.num_experts, trace.num_layers))
     return usage
 
 
@@ -156,15 +158,35 @@ def _words(cache: Cache, accesses: int) -> np.ndarray:
 def _occurrences_of(experts, starts, E, usage):
     first = np.concatenate([[0], np.cumsum(usage)]).astype(np.int64)
     when = np.empty(int(first[-1]), np.int32)
-    _when(experts, starts, E, first[:-1].copy(), when)
+    _when(experts, starts, E, first[:-1].copy(), when, *_set_of(E, experts.shape[1]))
     return first, when
 
 
+def _set_of(E: int, L: int) -> tuple[np.ndarray, np.ndarray]:
+    """Marks per key and room for the members of one set: what `residency.gather` writes to."""
+    return np.full(L * E, -1, np.int64), np.empty(E, np.int32)
+
+
+class Scratch(NamedTuple):
+    """Working memory of `_count`: compiled code allocates nothing."""
+
+    members: np.ndarray   # int32 [E]
+    hit: np.ndarray       # bool per key
+    cursor: np.ndarray    # int32 per key, only for Belady
+    draws: np.ndarray     # int64 [1]
+    keys: np.ndarray      # int32 per key, only where evictions are sampled
+    picked: np.ndarray    # the same
+
+
+def _scratch(cache: Cache, E: int, L: int) -> Scratch:
+    sampled = L * E if cache.sample else 1
+    return Scratch(np.empty(E, np.int32), np.zeros(L * E, np.bool_), np.zeros(L * E if cache.policy == "belady" else 1, np.int32), np.zeros(1, np.int64),
+                   np.empty(sampled, np.int32), np.empty(sampled, np.int32))  # fmt: skip
+
+
 @compiled
-def _uses(experts_NLK, starts, E, usage):
+def _uses(experts_NLK, starts, E, usage, mark, members):
     L = experts_NLK.shape[1]
-    mark = np.full(L * E, -1, np.int64)
-    members = np.empty(E, np.int32)
     for s in range(len(starts) - 1):
         for layer in range(L):
             count, _ = res.gather(experts_NLK, starts[s], starts[s + 1], layer, E, mark, s * L + layer, members)
@@ -173,10 +195,8 @@ def _uses(experts_NLK, starts, E, usage):
 
 
 @compiled
-def _when(experts_NLK, starts, E, cursor, when):
+def _when(experts_NLK, starts, E, cursor, when, mark, members):
     L = experts_NLK.shape[1]
-    mark = np.full(L * E, -1, np.int64)
-    members = np.empty(E, np.int32)
     now = 0
     for s in range(len(starts) - 1):
         for layer in range(L):
@@ -245,16 +265,11 @@ def _sampled_victim(r, policy, head, sample, pool_size, words, cursor, keys, pic
 
 
 @compiled
-def _count(experts_NLK, starts, fresh, E, policy, r, atomic, first, when, sample, pool_size, words, per_pass, hit_NLK):
+def _count(experts_NLK, starts, fresh, E, policy, r, atomic, first, when, sample, pool_size, words, per_pass, hit_NLK, scratch):
     L = experts_NLK.shape[1]
     num_keys = L * E
     groups = len(r.used)
-    members = np.empty(E, np.int32)
-    hit = np.zeros(num_keys, np.bool_)
-    cursor = np.full(num_keys if policy == res.BELADY else 1, 0, np.int32)
-    draws = np.zeros(1, np.int64)
-    keys = np.empty(num_keys if sample else 1, np.int32)
-    picked = np.empty(num_keys if sample else 1, np.int32)
+    members, hit = scratch.members, scratch.hit
     for s in range(len(starts) - 1):
         if fresh[s]:
             for g in range(groups):
@@ -268,14 +283,14 @@ def _count(experts_NLK, starts, fresh, E, policy, r, atomic, first, when, sample
                 key = members[i]
                 hit[key] = res.resident(r, key)
                 if policy == res.BELADY:
-                    foresee(r, key, first, when, cursor)
+                    foresee(r, key, first, when, scratch.cursor)
                 if hit[key]:
                     per_pass[s, HITS] += 1
                 else:
                     per_pass[s, READ_BYTES] += r.size[layer]
                     while not atomic and r.used[group] + r.cost[layer] > r.capacity[group]:
                         if sample:
-                            out = _sampled_victim(r, policy, head, sample, pool_size, words, draws, keys, picked)
+                            out = _sampled_victim(r, policy, head, sample, pool_size, words, scratch.draws, scratch.keys, scratch.picked)
                         else:
                             out = res.victim(r, policy, head, -2, False, layer, s, E)   # -2 marks none: nobody is protected
                         if out < 0:
@@ -295,10 +310,8 @@ def _count(experts_NLK, starts, fresh, E, policy, r, atomic, first, when, sample
 
 
 @compiled
-def _lru_misses(keys, num_keys, slots):
+def _lru_misses(keys, num_keys, slots, after, before):
     """Plain LRU on a list threaded through two arrays; node num_keys is the list's end."""
-    after = np.full(num_keys + 1, -1, np.int32)
-    before = np.full(num_keys + 1, -1, np.int32)
     end = np.int32(num_keys)
     after[end] = before[end] = end
     newest = end

@@ -50,14 +50,10 @@ class Times(NamedTuple):
 
 
 @compiled
-def replay(routing, guesses, times, p, r, q, spans):
+def replay(routing, guesses, times, p, r, q, spans, members, candidates, seen, cursor):
     """Fill `spans` [S, 3] with start, end and stall of each pass, and q.per_pass, q.ledger and the timeline."""
     L = routing.experts_NLK.shape[1]
     E = p.num_experts
-    members = np.empty(E, np.int32)
-    candidates = np.empty(E, np.int32)
-    seen = np.full(L * E, -1, np.int64)
-    cursor = np.zeros(L * E if p.policy == res.BELADY else 1, np.int32)
     if p.policy == res.BELADY:
         for key in range(L * E):
             if routing.first[key] < routing.first[key + 1]:

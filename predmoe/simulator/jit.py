@@ -2,6 +2,9 @@
 
 Numba's own cache looks at the file of the function alone, so a change in residency.py would leave events.py's old machine code,
 with the old functions inlined, in use. Here the cache folder is named after the text of all of them.
+
+Compiled functions allocate nothing (they are given their working memory), so Numba's runtime is left out: with it every access
+to an array of a NamedTuple counts references, atomically, and the event loop takes four times as long.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from pathlib import Path
 import numba
 
 _HERE = Path(__file__).parent
-_TEXT = b"".join((_HERE / name).read_bytes() for name in ("residency.py", "counting.py", "diskqueue.py", "events.py"))
+_TEXT = b"".join((_HERE / name).read_bytes() for name in ("jit.py", "residency.py", "counting.py", "diskqueue.py", "events.py"))
 _FOLDER = f"numba-{hashlib.sha256(_TEXT).hexdigest()[:12]}"
 
 
@@ -24,6 +27,6 @@ def compiled(function):
     writable = os.access(base if base.exists() else base.parent, os.W_OK)
     numba.config.CACHE_DIR = str(base / _FOLDER) if writable else usual
     try:
-        return numba.njit(cache=True, nogil=True)(function)
+        return numba.njit(cache=True, nogil=True, _nrt=False)(function)
     finally:
         numba.config.CACHE_DIR = usual

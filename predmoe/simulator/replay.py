@@ -57,7 +57,8 @@ def replay(trace: Trace, cache: Cache, disk: Disk, *, compute: Compute = Compute
                        own_usage if usage is None else counting.checked_usage(usage, trace))  # fmt: skip
         q = dq.create(disk.lanes, E, L, trace.num_passes, room)
         spans = np.zeros((trace.num_passes, 3))
-        events.replay(routing, guesses, times, p, r, q, spans)
+        events.replay(routing, guesses, times, p, r, q, spans, np.empty(E, np.int32), np.empty(E, np.int32), np.full(L * E, -1, np.int64),
+                      np.zeros(L * E if cache.policy == "belady" else 1, np.int32))  # fmt: skip
         if q.at[dq.RECORDED] <= room:
             break
         room = int(q.at[dq.RECORDED])
