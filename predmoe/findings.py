@@ -118,7 +118,10 @@ def answers(claims: Sequence[Mapping], horizons: Mapping | None) -> list[str]:
         against = experiments.hit_effects(arms, "alternative", "joint", predictors=[experiments.PRIMARY])
         other = say_by_horizon(against, "Against the reference's objective, the best alternative, chosen on other seeds,", "hit@k")
         other += f" It {next(gate for gate in horizons['gates'] if gate['arm'] == 'alternative')['sentence']}."
-    failed = "; ".join(claim["statement"].rstrip(".") for claim in claims if claim["verdict"] == stats.NOT_REPLICATED)
+    failed = [claim for claim in claims if claim["verdict"] == stats.NOT_REPLICATED]
+    open_ones = sum(claim["why"].startswith(stats.NOTHING_EXCLUDED) for claim in failed)
+    listed = "; ".join(claim["statement"].rstrip(".") for claim in failed) or "Nothing that was tested"
+    unclear = f" For {open_ones} of these {len(failed)} the interval contains zero: not refuted, but not shown either." if open_ones else ""
     words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
     counts = ", ".join(f"{sum(claim['verdict'] == word for claim in claims)} {word}" for word in words)
     return [
@@ -127,5 +130,5 @@ def answers(claims: Sequence[Mapping], horizons: Mapping | None) -> list[str]:
         f"**At what cost?** The joint arm {gate['sentence']}. The reference's claim of a small cost: {cost['verdict']}. {kept}",
         f"**How sure?** Paired t intervals over {_seeds(effects[0])}. {corrected(effects)}",
         f"**Is there a better objective?** {other}",
-        f"**What failed to replicate?** {failed or 'Nothing that was tested'}. Of {len(claims)} claims: {counts}.",
+        f"**What failed to replicate?** {listed}.{unclear} Of {len(claims)} claims: {counts}.",
     ]

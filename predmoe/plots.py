@@ -23,6 +23,7 @@ COLORS = ("#333333", "#0072B2", "#D98200", "#8A4F9E", "#2E8B57", "#B03A2E")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)))
 REFERENCE = dict(marker="D", color="#B03A2E", markerfacecolor="white", markeredgewidth=1.3, markersize=6, linestyle="none")
+GATE = dict(color="#B03A2E", linestyle=(0, (4, 2)), linewidth=1)
 SEED = dict(marker="o", markersize=4, markerfacecolor="white", linestyle="none")
 PREDICTORS = {
     "linear": "linear", "ranking": "ranking MLP", "cotrained": "co-trained head", "next_router": "next layer's router",
@@ -113,7 +114,7 @@ def frontier(table: pd.DataFrame, *, gate: float) -> Figure:
             _cloud(ax, 100 * part.loss_change, 100 * part.gain, looks[arm])
         ax.set(title=f"h = {horizon}", xlabel="validation loss against\nthe baseline's (%)")
     axes[0].set_ylabel("gain in hit@k (points)")
-    _legend(figure, table)
+    _legend(figure, table, [Line2D([], [], **GATE, label="quality gate")])
     return figure
 
 
@@ -227,7 +228,7 @@ def summary(hits: pd.DataFrame, effects: pd.DataFrame, costs: pd.DataFrame, *, g
     for i, arm in enumerate(arms):
         _point(right, i, 100 * costs[costs.arm == arm].loss_change, looks[arm])
     right.axhline(0, color="#555555", linewidth=1)
-    right.axhline(100 * gate, color="#B03A2E", linestyle=(0, (4, 2)), linewidth=1)
+    right.axhline(100 * gate, **GATE)
     right.annotate("quality gate", (1, 100 * gate), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8.5, color="#B03A2E")
     for ax in (left, middle):
         ax.set(xticks=range(len(horizons)), xticklabels=horizons, xlabel="horizon (layers ahead)")
@@ -306,9 +307,7 @@ def _effect_legend(figure, effects) -> None:
 def _baseline_and_gate(ax, gate) -> None:
     ax.axhline(0, color="#bbbbbb", linewidth=1)
     ax.plot(0, 0, marker=MARKERS[0], color=COLORS[0], markersize=6, zorder=4)
-    ax.axvline(100 * gate, color="#B03A2E", linestyle=(0, (4, 2)), linewidth=1)
-    ax.annotate("quality gate", (100 * gate, 0.98), xycoords=("data", "axes fraction"), xytext=(-2, 0), textcoords="offset points",
-                rotation=90, fontsize=8.5, color="#B03A2E", ha="right", va="top")  # fmt: skip
+    ax.axvline(100 * gate, **GATE)
 
 
 def _cloud(ax, x, y, look) -> None:

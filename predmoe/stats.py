@@ -17,6 +17,7 @@ import numpy as np
 import scipy.stats
 
 REPLICATED, PARTLY, NOT_REPLICATED, NOT_TESTED = "replicated", "partly", "not replicated", "not tested"
+NOTHING_EXCLUDED = "no interval excludes zero"
 LEAST_SEEDS = 3          # below this a claim is "not tested": two seeds give a t interval of 9 standard deviations
 MAGNITUDE_FACTOR = 2.0   # a mean within [1/2, 2] times the reference's has its size
 
@@ -155,7 +156,7 @@ def verdict(effects: Sequence[Effect], expected: Sequence[float | str]) -> Verdi
     against = [effect.name for effect, sign in zip(effects, signs) if _excludes_zero(effect, -sign)]
     if against:
         return Verdict(NOT_REPLICATED, "the interval excludes zero on the other side: " + "; ".join(against))
-    return Verdict(NOT_REPLICATED, "no interval excludes zero" + (" after Holm's correction" if any(established) else ""))
+    return Verdict(NOT_REPLICATED, NOTHING_EXCLUDED + (" after Holm's correction" if any(established) else ""))
 
 
 def verdict_absent(effects: Sequence[Effect], margin: float) -> Verdict:

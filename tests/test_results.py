@@ -347,6 +347,18 @@ def test_answers_without_results_say_so_and_with_them_give_every_answer(outputs)
     assert "+" in lines[0] and "points" in lines[0]
 
 
+def test_answers_tell_what_was_not_shown_from_what_was_refuted(outputs):
+    arms = study()
+    for row in arms:
+        if row["arm"] == "joint":
+            row["hit"]["ranking"] = {h: value - 0.05 + 0.02 * row["seed"] for h, value in row["hit"]["ranking"].items()}
+    finished(arms=arms)
+    claims = results.update_claims("smoke")
+    last = findings.answers(claims, results.load("smoke", "02_horizons"))[-1]
+    unclear = [c for c in claims if c["verdict"] == "not replicated" and "no interval excludes zero" in c["why"]]
+    assert unclear and f"For {len(unclear)} of these" in last
+
+
 def test_the_reference_effects_are_differences_of_its_own_levels():
     reference = results.reference()
     level = {(row["arm"], row["predictor"]): row for row in reference["hit"]}
