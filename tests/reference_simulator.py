@@ -23,6 +23,7 @@ class Reference:
         self.layers, self.experts, self.k = trace.num_layers, trace.meta.num_experts, trace.meta.top_k
         self.groups = {g: OrderedDict() for g in (range(self.layers) if cache.scope == "layer" else [None])}
         self.room = {g: cache.slots if cache.slots is not None else cache.bytes for g in self.groups}
+        self.used = Counter()
         self.uses, self.last_pass, self.cursor = Counter(), {}, Counter()
         self.passes = [range(int(a), int(b)) for a, b in zip(trace.starts, trace.starts[1:])]
         self.sets = [[self.chosen(s, l) for l in range(self.layers)] for s in range(len(self.passes))]
@@ -33,7 +34,7 @@ class Reference:
             count[l, e] += 1
         self.pinned = self.pin(count)
         self.now, self.current, self.s = 0.0, set(), 0
-        self.running, self.demands, self.guesses = [], deque(), []          # guesses: [key, (pass, layer)]
+        self.running, self.demands, self.guesses = [], deque(), OrderedDict()   # guesses: key -> (pass, layer)
         self.guessed = {}                                                   # key -> counted
         self.reads, self.outstanding = 0, 0
         self.factors = np.exp(disk.noise * np.random.default_rng(disk.seed).standard_normal(1 << 16)) if disk.noise else [1.0]
@@ -92,8 +93,6 @@ class Reference:
 
     def badness(self, key, layer):
         policy = self.cache.policy
-        if policy in ("lru", "fifo"):
-            return 0
         if policy == "belady":
             times = self.future.get(key, [])
             return -(times[self.cursor[key]] if self.cursor[key] < len(times) else NEVER)
@@ -105,15 +104,22 @@ class Reference:
 
     def evict_one(self, g, layer, members):
         """Evict the worst outside the current set (or within it); False where there is none."""
-        held = self.groups[g]
-        candidates = [key for key in held if (key in self.current) == members]
-        if not candidates:
-            return False
-        self.evict(min(candidates, key=lambda key: self.badness(key, layer)))   # min gives the first of equals
-        return True
+        candidates = (key for key in self.groups[g] if (key in self.current) == members)
+        if self.cache.policy in ("lru", "fifo"):
+            key = next(candidates, None)
+        else:
+            key = min(candidates, key=lambda key: self.badness(key, layer), default=None)   # the first of equals
+        if key is not None:
+            self.evict(key)
+        return key is not None
+
+    def admit(self, key):
+        self.groups[self.group(key)][key] = True
+        self.used[self.group(key)] += self.cost(key)
 
     def evict(self, key):
         del self.groups[self.group(key)][key]
+        self.used[self.group(key)] -= self.cost(key)
         if self.cache.policy == "lfu":
             self.uses[key] = 0
         if self.guessed.pop(key, False):
@@ -121,7 +127,7 @@ class Reference:
             self.ledger["wasted_bytes"] += self.size(key)
 
     def full(self, g, more=0):
-        return sum(self.cost(key) for key in self.groups[g]) + more > self.room[g]
+        return self.used[g] + more > self.room[g]
 
     # --- the disk ------------------------------------------------------------------------------------------------
 
@@ -133,7 +139,7 @@ class Reference:
     def begin(self):
         while len(self.running) < self.disk.lanes and (self.demands or self.guesses):
             speculative = not self.demands
-            key = self.guesses.pop(0)[0] if speculative else self.demands.popleft()
+            key = self.guesses.popitem(last=False)[0] if speculative else self.demands.popleft()
             factor = self.factors[self.reads % len(self.factors)]
             self.reads += 1
             left = 0.0 if math.isinf(self.disk.table[0]) else self.size(key) * factor
@@ -180,7 +186,7 @@ class Reference:
                     self.ledger["wasted"] += 1
                     self.ledger["wasted_bytes"] += self.size(key)
             else:
-                self.groups[g][key] = True
+                self.admit(key)
                 self.uses[key] += 1
         self.begin()
         return key
@@ -265,14 +271,12 @@ class Reference:
                     counts["in_flight"] += 1
                 else:
                     counts["missing"] += 1
-                    queued = [row for row in self.guesses if row[0] == key]
-                    if queued:
+                    if self.guesses.pop(key, None):
                         counts["promoted"] += 1
-                        self.guesses.remove(queued[0])
                     else:
                         self.outstanding += self.size(key)
                     self.demands.append(key)
-                self.groups[g][key] = True
+                self.admit(key)
             self.uses[key] += 1
             self.last_pass[key] = self.s
             if self.cache.policy != "fifo" and key in self.groups[g]:
@@ -283,8 +287,8 @@ class Reference:
 
     def drop(self, unwanted):
         """Take the guesses for which `unwanted(key, target)` holds out of the queue."""
-        for key, target in [row for row in self.guesses if unwanted(*row)]:
-            self.guesses.remove([key, target])
+        for key in [key for key, target in self.guesses.items() if unwanted(key, target)]:
+            del self.guesses[key]
             self.outstanding -= self.size(key)
             self.ledger["cancelled"] += self.guessed.pop(key)
 
@@ -303,15 +307,14 @@ class Reference:
             window = sum(expert[i % L] * self.k + shared[i % L] + attention[(i + 1) % L] for i in range(layer, layer + h))
             window += self.compute.head_ms if layer + h >= L else 0.0
             for key in keys:
-                queued = any(row[0] == key for row in self.guesses)
-                if self.resident(key) or queued or key in self.demands or any(read["key"] == key for read in self.running):
+                if self.resident(key) or key in self.guesses or key in self.demands or any(read["key"] == key for read in self.running):
                     continue
                 counted = s >= self.warmup
                 transfer = (self.outstanding + self.size(key)) / (self.rate(self.disk.lanes) * self.disk.lanes)
                 if (f.guard == "idle" and not idle) or (f.guard == "window" and self.disk.latency_ms + transfer > window):
                     self.ledger["held_back"] += counted
                     continue
-                self.guesses.append([key, target])
+                self.guesses[key] = target
                 self.outstanding += self.size(key)
                 self.guessed[key] = counted
                 self.ledger["issued"] += counted

@@ -216,9 +216,9 @@ def foresee(r, key, first, when, cursor):
 
 
 @compiled
-def flush(r, policy, head, group, E):
+def flush(r, policy, head, group):
     while r.after[head] != head:
-        res.evict(r, policy, r.after[head], group, E)
+        res.evict(r, policy, r.after[head], group)
 
 
 @compiled
@@ -258,9 +258,9 @@ def _sampled_victim(r, policy, head, sample, pool_size, words, cursor, keys, pic
             while picked[j] < 0:
                 j = _below(n, words, cursor)
             picked[j] = -1
-        badness = res._badness(r, policy, keys[j], 0, 0, 1)
-        if best < 0 or badness < least or (badness == least and j < place):
-            best, least, place = keys[j], badness, j
+        bad = res.badness(r, policy, keys[j], 0, 0)
+        if best < 0 or bad < least or (bad == least and j < place):
+            best, least, place = keys[j], bad, j
     return best
 
 
@@ -273,7 +273,7 @@ def _count(experts_NLK, starts, fresh, E, policy, r, atomic, first, when, sample
     for s in range(len(starts) - 1):
         if fresh[s]:
             for g in range(groups):
-                flush(r, policy, num_keys + g, g, E)
+                flush(r, policy, num_keys + g, g)
         for layer in range(L):
             event = s * L + layer
             group = layer if groups > 1 else 0
@@ -292,16 +292,16 @@ def _count(experts_NLK, starts, fresh, E, policy, r, atomic, first, when, sample
                         if sample:
                             out = _sampled_victim(r, policy, head, sample, pool_size, words, scratch.draws, scratch.keys, scratch.picked)
                         else:
-                            out = res.victim(r, policy, head, -2, False, layer, s, E)   # -2 marks none: nobody is protected
+                            out = res.victim(r, policy, head, -2, False, layer, s)   # -2 marks none: nobody is protected
                         if out < 0:
                             break
-                        res.evict(r, policy, out, group, E)
+                        res.evict(r, policy, out, group)
                     if atomic or r.used[group] + r.cost[layer] <= r.capacity[group]:
                         res.admit(r, key, head, group, layer)
                 res.use(r, policy, key, head, s)
             per_pass[s, ACCESSES] += count
             if atomic:
-                res.trim(r, policy, group, head, event, layer, s, E)
+                res.trim(r, policy, group, head, event, layer, s)
             if hit_NLK.shape[0]:
                 for n in range(starts[s], starts[s + 1]):
                     for j in range(experts_NLK.shape[2]):

@@ -98,7 +98,7 @@ def guess(q, r, p, key, target, allowed, window):
     """Queue a prefetch of `key`, unless it is resident, on its way, or the guard forbids it."""
     if res.resident(r, key) or q.state[key] != IDLE:
         return
-    size = r.size[key // p.num_experts]
+    size = r.size[r.layer[key]]
     counted = q.at[PASS] >= p.counted_from
     if p.guard == GUARD_WINDOW:
         transfer = 0.0 if p.weightless else (q.at[OUTSTANDING] + size) / (p.speed[p.lanes] * p.lanes)
@@ -130,11 +130,11 @@ def compact(q):
 
 
 @compiled
-def cancel(q, r, p, row):
+def cancel(q, r, row):
     key = q.guesses[row]
     q.guesses[row] = -1
     q.state[key] = IDLE
-    q.at[OUTSTANDING] -= r.size[key // p.num_experts]
+    q.at[OUTSTANDING] -= r.size[r.layer[key]]
     q.ledger[CANCELLED] += r.guess[key] == res.COUNTED
     r.guess[key] = 0
 
@@ -166,12 +166,12 @@ def start(q, r, p):
             q.at[GUESS_HEAD] = q.at[GUESS_TAIL] = 0
             return
         lane = q.at[ACTIVE]
-        factor = p.factors[q.at[READS] % len(p.factors)]
+        factor = p.factors[q.at[READS] % len(p.factors)] if len(p.factors) > 1 else 1.0
         q.at[READS] += 1
         q.at[ACTIVE] += 1
         q.key[lane] = key
         q.latency[lane] = p.latency * factor
-        q.left[lane] = 0.0 if p.weightless else r.size[key // p.num_experts] * factor
+        q.left[lane] = 0.0 if p.weightless else r.size[r.layer[key]] * factor
         q.began[lane] = q.clock[0]
         q.speculative[lane] = speculative
         q.state[key] = READING
@@ -210,7 +210,7 @@ def finish(q, r, p, lane, event, layer):
     Returns whether the router waits for it: every demand is awaited, and a guess that was asked for is none any more.
     """
     key = q.key[lane]
-    own = key // p.num_experts
+    own = r.layer[key]
     size = r.size[own]
     now = q.at[PASS]
     speculative = q.speculative[lane]
@@ -225,13 +225,13 @@ def finish(q, r, p, lane, event, layer):
     awaited = r.guess[key] == 0
     if not awaited:
         group = own if len(r.used) > 1 else 0
-        head = len(r.pinned) + group
+        head = len(r.layer) + group
         room = True
         while room and r.used[group] + r.cost[own] > r.capacity[group]:
-            out = res.victim(r, p.policy, head, event, False, layer, now, p.num_experts)
+            out = res.victim(r, p.policy, head, event, False, layer, now)
             room = out >= 0
             if room:
-                res.evict(r, p.policy, out, group, p.num_experts)
+                res.evict(r, p.policy, out, group)
         if room:
             res.admit(r, key, head, group, own)
             r.uses[key] += 1   # or LFU would evict it before it can be used

@@ -101,7 +101,7 @@ def _compute(q, r, p, kind, duration, event, current, layer):
 def _ask(q, r, p, routing, members, count, layer, s, event, cursor):
     """The router has spoken: what is resident is used, the rest is demanded, and room is made. Returns how many are awaited."""
     group = layer if len(r.used) > 1 else 0
-    head = len(r.pinned) + group
+    head = len(r.layer) + group
     stats = q.per_pass[s]
     waiting = 0
     for i in range(count):
@@ -125,7 +125,7 @@ def _ask(q, r, p, routing, members, count, layer, s, event, cursor):
                 dq.demand(q, key, r.size[layer])
             res.admit(r, key, head, group, layer)
         res.use(r, p.policy, key, head, s)
-    res.trim(r, p.policy, group, head, event, layer, s, p.num_experts)
+    res.trim(r, p.policy, group, head, event, layer, s)
     return waiting
 
 
@@ -138,7 +138,7 @@ def _foretell(q, r, p, routing, guesses, s, layer, seen, candidates):
     if guesses.expire:
         for row in range(q.at[dq.GUESS_HEAD], q.at[dq.GUESS_TAIL]):
             if q.guesses[row] >= 0 and q.targets[row] <= now:
-                dq.cancel(q, r, p, row)
+                dq.cancel(q, r, row)
     idle = q.at[dq.ACTIVE] == 0 and q.at[dq.DEMAND_HEAD] == q.at[dq.DEMAND_TAIL] and q.at[dq.GUESS_HEAD] == q.at[dq.GUESS_TAIL]
     allowed = idle or p.guard != dq.GUARD_IDLE
     for i in range(len(guesses.horizons)):
@@ -158,7 +158,7 @@ def _foretell(q, r, p, routing, guesses, s, layer, seen, candidates):
             for row in range(q.at[dq.GUESS_HEAD], q.at[dq.GUESS_TAIL]):
                 key = q.guesses[row]
                 if key >= 0 and q.targets[row] == target and seen[key] != stamp:
-                    dq.cancel(q, r, p, row)
+                    dq.cancel(q, r, row)
         for j in range(count):
             dq.guess(q, r, p, candidates[j], target, allowed, guesses.window_HL[i, layer])
 
@@ -209,8 +209,8 @@ def _overlapped(q, r, p, waiting, count, each, shared, event, layer):
 def _empty(q, r, p):
     """Forget everything but the pinned experts and the reads that have started."""
     for group in range(len(r.used)):
-        flush(r, p.policy, len(r.pinned) + group, group, p.num_experts)
+        flush(r, p.policy, len(r.layer) + group, group)
     for row in range(q.at[dq.GUESS_HEAD], q.at[dq.GUESS_TAIL]):
         if q.guesses[row] >= 0:
-            dq.cancel(q, r, p, row)
+            dq.cancel(q, r, row)
     q.at[dq.GUESS_HEAD] = q.at[dq.GUESS_TAIL] = 0

@@ -4,7 +4,8 @@ Numba's own cache looks at the file of the function alone, so a change in reside
 with the old functions inlined, in use. Here the cache folder is named after the text of all of them.
 
 Compiled functions allocate nothing (they are given their working memory), so Numba's runtime is left out: with it every access
-to an array of a NamedTuple counts references, atomically, and the event loop takes four times as long.
+to an array of a NamedTuple counts references, atomically, and the event loop takes four times as long. `forceinline` gives as much
+again: a call hands over some thirty arrays.
 """
 
 from __future__ import annotations
@@ -27,6 +28,6 @@ def compiled(function):
     writable = os.access(base if base.exists() else base.parent, os.W_OK)
     numba.config.CACHE_DIR = str(base / _FOLDER) if writable else usual
     try:
-        return numba.njit(cache=True, nogil=True, _nrt=False)(function)
+        return numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True, _nrt=False)(function)
     finally:
         numba.config.CACHE_DIR = usual

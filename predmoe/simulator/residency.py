@@ -23,13 +23,13 @@ COUNTED = 2                                  # Residency.guess of a guess issued
 class Residency(NamedTuple):
     """State of a cache, changed in place."""
 
-    after: np.ndarray      # int32 per node: the next in its list, -1 where not resident
+    after: np.ndarray      # int32 per node: the next in its list, itself where pinned, -1 where not resident
     before: np.ndarray     # int32 per node
     used: np.ndarray       # int64 per group, in slots or bytes
     capacity: np.ndarray   # int64 per group
     cost: np.ndarray       # int64 per layer: 1, or the bytes of an expert
     size: np.ndarray       # int64 per layer: the bytes of an expert
-    pinned: np.ndarray     # bool per key
+    layer: np.ndarray      # int16 per key: key // E without the division
     uses: np.ndarray       # int32 per key
     last_pass: np.ndarray  # int32 per key: pass of the last use
     next_use: np.ndarray   # int32 per key: event of the next use; only for Belady
@@ -51,7 +51,6 @@ def create(cache: Cache, num_experts: int, expert_bytes: np.ndarray, top_k: int,
     after[L * E :] = before[L * E :] = np.arange(L * E, nodes)
     used = np.zeros(groups, np.int64)
     limits = np.full(groups, capacity, np.int64)
-    pinned = np.zeros(L * E, np.bool_)
     for g in range(groups):
         keys = np.arange(g * E, (g + 1) * E) if groups > 1 else np.arange(L * E)
         wanted = len(keys) if cache.policy == "static" else cache.pinned
@@ -61,7 +60,7 @@ def create(cache: Cache, num_experts: int, expert_bytes: np.ndarray, top_k: int,
                 if cache.policy == "static":
                     break
                 raise SimulationError(f"pinned={cache.pinned} experts do not fit in {capacity} {unit}")
-            pinned[key] = True
+            after[key] = key
             used[g] += price
         if cache.policy == "static":
             limits[g] = used[g]   # no room is left in which others could stay
@@ -69,13 +68,13 @@ def create(cache: Cache, num_experts: int, expert_bytes: np.ndarray, top_k: int,
         if cache.policy != "static" and not cache.streaming and capacity - used[g] < top_k * largest:
             left = f"{capacity} {unit}" if not used[g] else f"{capacity} {unit}, {used[g]} of them pinned,"
             raise SimulationError(f"{left} cannot hold one top-{top_k} set ({top_k * largest} {unit}); enlarge the cache, or set streaming=True")
-    return Residency(after, before, used, limits, cost, np.ascontiguousarray(expert_bytes), pinned, np.zeros(L * E, np.int32),
+    return Residency(after, before, used, limits, cost, np.ascontiguousarray(expert_bytes), np.repeat(np.arange(L, dtype=np.int16), E), np.zeros(L * E, np.int32),
                      np.full(L * E, -1, np.int32), np.full(L * E, NEVER, np.int32), np.full(L * E, -1, np.int64), np.zeros(L * E, np.uint8), np.zeros(3, np.int64))  # fmt: skip
 
 
 @compiled
 def resident(r, key):
-    return r.after[key] >= 0 or r.pinned[key]
+    return r.after[key] >= 0
 
 
 @compiled
@@ -97,9 +96,10 @@ def _append(r, key, head):
 @compiled
 def use(r, policy, key, head, now):
     """Count a use in pass `now` of a key that may be resident, and move it in the list where the policy looks at recency."""
-    r.uses[key] += 1
-    r.last_pass[key] = now
-    if policy != FIFO and r.after[key] >= 0:
+    if policy >= LFU:   # recency and arrival are in the order of the list
+        r.uses[key] += 1
+        r.last_pass[key] = now
+    if policy != FIFO and r.after[key] >= 0 and r.after[key] != key:
         _unlink(r, key)
         _append(r, key, head)
 
@@ -111,10 +111,10 @@ def admit(r, key, head, group, layer):
 
 
 @compiled
-def evict(r, policy, key, group, E):
+def evict(r, policy, key, group):
     _unlink(r, key)
     r.after[key] = -1
-    layer = key // E
+    layer = r.layer[key]
     r.used[group] -= r.cost[layer]
     if policy == LFU:
         r.uses[key] = 0
@@ -127,20 +127,20 @@ def evict(r, policy, key, group, E):
 
 
 @compiled
-def _badness(r, policy, key, layer, now, E):
+def badness(r, policy, key, layer, now):
     """The smallest leaves first; ties go to the earlier in the list."""
     if policy == BELADY:
         return -np.int64(r.next_use[key])
     if policy != LEAST_STALE:
         return np.int64(r.uses[key])
-    own = key // E
+    own = r.layer[key]
     if own > layer:                            # its layer is still to run in this pass: keep it, the nearest longest
         return np.int64(2 + len(r.cost) - own)
     return np.int64(1 if r.last_pass[key] == now else 0)
 
 
 @compiled
-def victim(r, policy, head, event, members, layer, now, E):
+def victim(r, policy, head, event, members, layer, now):
     """The resident that leaves next, or -1: outside the set of `event`, or with `members` within it."""
     best, least = -1, np.int64(0)
     key = r.after[head]
@@ -148,23 +148,23 @@ def victim(r, policy, head, event, members, layer, now, E):
         if (r.mark[key] == event) == members:
             if policy <= FIFO:
                 return key
-            badness = _badness(r, policy, key, layer, now, E)
-            if best < 0 or badness < least:
-                best, least = key, badness
+            bad = badness(r, policy, key, layer, now)
+            if best < 0 or bad < least:
+                best, least = key, bad
         key = r.after[key]
     return best
 
 
 @compiled
-def trim(r, policy, group, head, event, layer, now, E):
+def trim(r, policy, group, head, event, layer, now):
     """Evict until the group fits: experts outside the current set first; members only where the set alone is too large."""
     while r.used[group] > r.capacity[group]:
-        key = victim(r, policy, head, event, False, layer, now, E)
+        key = victim(r, policy, head, event, False, layer, now)
         if key < 0:
-            key = victim(r, policy, head, event, True, layer, now, E)
+            key = victim(r, policy, head, event, True, layer, now)
         if key < 0:
             return
-        evict(r, policy, key, group, E)
+        evict(r, policy, key, group)
 
 
 @compiled
