@@ -167,7 +167,7 @@ def test_a_failing_child_is_named_with_its_last_words_and_the_others_finish(pair
 
 
 def test_an_interrupt_stops_the_child_and_the_next_call_goes_on_to_the_same_bits(corpus, tmp_path):
-    config = tiny(corpus, steps=150)
+    config = tiny(corpus, steps=100)
     reference = finished(config, tmp_path / "reference")
     run = open_run(config, tmp_path)
     trainer = Trainer(config, run.path, checkpoint_seconds=0.0)  # somebody trained some steps of it before
