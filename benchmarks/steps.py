@@ -1,7 +1,7 @@
 """Training steps of one contender in a process of its own, taken when asked: what train_step.py and parallel_runs.py measure.
 
 A `Stepper` starts the process (`python steps.py SPEC`), which builds its model, warms up, and then answers one JSON line
-per command: {"steps": n} -> {"wall": s, "cpu": s, "loss": nats}; {"profile": n} -> ms per step by kind of work; "end" -> memory.
+per command: {"steps": n} -> {"wall": s, "cpu": s, "loss": nats}; "memory" -> MB; {"profile": n} -> ms per step by kind of work.
 Memory is VmHWM of /proc/self/status, above what the process held before it built anything.
 """
 
@@ -64,13 +64,14 @@ class Stepper:
         self.send(command)
         return self.receive()
 
-    def end(self) -> dict:
-        """Memory in MB: {"peak": all of it, "above": beyond what the imports took}."""
-        memory = self.ask("end") if self.failed is None else {}
+    def memory(self) -> dict:
+        """The process's peak until now, MB: {"peak": all of it, "above": beyond what the imports took}."""
+        return self.ask("memory") if self.failed is None else {}
+
+    def end(self) -> None:
         self.process.stdin.close()
         self.process.wait()
         self.process.stdout.close()
-        return memory
 
 
 def median(rounds: list[dict], name: str) -> float:
@@ -244,9 +245,14 @@ def profiled(step, count: int) -> dict[str, float]:
     """Milliseconds per step that the main thread spends in each kind of work; the rest is Python and dispatch."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        for _ in range(count):
-            step()
+    with open(os.devnull, "w") as nowhere:  # the profiler announces itself
+        errors = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            for _ in range(count):
+                step()
+        os.dup2(errors, 2)
+        os.close(errors)
     kinds = dict.fromkeys([*KINDS, "the rest"], 0.0)
     for event in found.key_averages():
         kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names)), "the rest")
@@ -282,8 +288,9 @@ def serve(spec: dict) -> None:
     answer({"tokens": config.train.batch_size * config.model.context, "loss": losses[0]})
     for line in sys.stdin:
         command = json.loads(line)
-        if command == "end":
-            return answer({"peak": memory("VmHWM"), "above": memory("VmHWM") - before})
+        if command == "memory":
+            answer({"peak": memory("VmHWM"), "above": memory("VmHWM") - before})
+            continue
         if "profile" in command:
             answer({"ms": profiled(step, command["profile"])})
             continue

@@ -44,12 +44,14 @@ def compare(size: str, threads: int, names: list[str], options) -> dict:
         print(f"{size}, {threads} thread(s): round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
         for c in running:
             c.rounds.append(c.ask({"steps": options.steps}))
+    memories = {c.name: c.memory() for c in contenders}  # before the profiler takes its own
     clock = "cpu" if options.cpu_time else "wall"
     peer = min((c for c in running if c.name not in (OURS, JOINT, MASK, PEAK)), key=lambda c: median(c.rounds, clock))
     profiles = {c.name: c.ask({"profile": options.profile_steps})["ms"] for c in running if c.name in (OURS, peer.name)}
     found = []
     for c in contenders:
-        row = {"name": c.name, "failed": c.failed, "rounds": c.rounds, "memory": c.end()}
+        c.end()
+        row = {"name": c.name, "failed": c.failed, "rounds": c.rounds, "memory": memories[c.name]}
         if c.failed is None:
             row |= {"seconds": median(c.rounds, clock), "tokens_per_second": c.tokens_per_step / median(c.rounds, clock)}
         found.append(row)
