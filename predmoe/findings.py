@@ -113,7 +113,7 @@ def answers(claims: Sequence[Mapping], horizons: Mapping | None) -> list[str]:
     gate = next(gate for gate in horizons["gates"] if gate["arm"] == "joint")
     (reuse,) = experiments.scalar_effects(arms, "joint", "baseline", {"reuse": "share of k"})
     kept = say(reuse, "Joint training", "the reuse of experts from token to token", "points")
-    other = "None was tried."
+    other = "This profile does not report one yet."
     if any(row["arm"] == "alternative" for row in arms):
         against = experiments.hit_effects(arms, "alternative", "joint", predictors=[experiments.PRIMARY])
         other = say_by_horizon(against, "Against the reference's objective, the best alternative, chosen on other seeds,", "hit@k")

@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from . import corpora, paths, results
+from . import config, corpora, model, paths, results
 
 README = paths.ROOT / "README.md"
 BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
@@ -17,7 +17,7 @@ BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
 
 def render(text: str) -> str:
     """README's text with every computed part brought up to date."""
-    for name, part in (("results:cpu", findings("cpu")), ("benchmarks", benchmarks()), ("sources", sources())):
+    for name, part in (("results:cpu", findings("cpu")), ("benchmarks", benchmarks()), ("sources", sources()), ("tiers", tiers())):
         closing = f"{name.split(':')[0]}:end"
         pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- {re.escape(closing)} -->)", re.DOTALL)
         text, found = pattern.subn(lambda match: f"{match[1]}{part}{match[2]}", text)
@@ -52,3 +52,16 @@ def sources() -> str:
     """The offline corpus: domain, origin, licence and the package that ships it."""
     rows = [f"| {s.domain} | {s.origin} | {s.licence} | {f'`{s.requirement}`' if s.requirement else 'Python itself'} |" for s in corpora.Offline.sources]
     return "\n".join(["", "| domain | text | licence | from |", "|---|---|---|---|", *rows, "", ""])
+
+
+def tiers() -> str:
+    """The sizes: shape, parameters in all and active per token, and training tokens."""
+    use = {"smoke": "a check that everything runs", "cpu": "the committed report, on two CPU cores",
+           "b": "one GPU; the reference's tier B", "a": "one GPU; the reference's tier A"}  # fmt: skip
+    rows = ["| tier | width | layers | experts, top-k | parameters, active | tokens | for |", "|---|---|---|---|---|---|---|"]
+    for name, tier in config.TIERS.items():
+        m, t, size = tier.model, tier.train, model.count_parameters(tier.model)
+        tokens = t.steps * t.batch_size * m.context
+        rows.append(f"| {name} | {m.hidden_size} | {m.num_layers} | {m.num_experts}, {m.top_k} | {size['total'] / 1e6:.3g}M, "
+                    f"{size['active'] / 1e6:.3g}M | {tokens / 1e6:.3g}M | {use[name]} |")  # fmt: skip
+    return "\n".join(rows) + "\n"
