@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from predmoe.config import ConfigError, ModelConfig, build, to_dict
-from predmoe.kernels import grouped_experts, head_loss, rms_norm, rotate
+from predmoe.kernels import grouped_experts, head_loss, rms_norm, rotary, rotate
 
 
 class Routing(NamedTuple):
@@ -56,13 +56,6 @@ def top_k(scores_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         rest.scatter_(1, ids[-1], float("-inf"))
     ids_NK = torch.cat(ids, dim=1)
     return scores_NE.gather(1, ids_NK), ids_NK
-
-
-def rotary(context: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (context, 1, head_size), of the rotate-half convention."""
-    inverse = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-    angle = torch.outer(torch.arange(context, dtype=torch.float32), inverse).repeat(1, 2).unsqueeze(1)
-    return angle.cos(), angle.sin()
 
 
 class RMSNorm(nn.Module):
@@ -144,7 +137,7 @@ class MoEModel(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        cos, sin = rotary(config.context, config.hidden_size // config.num_heads, config.rope_theta)
+        cos, sin = rotary(config.context, config.num_heads, config.hidden_size // config.num_heads, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from watch import Watch
 
 from predmoe import kernels
-from predmoe.kernels import grouped_experts, head_loss, rms_norm, rotate
-from predmoe.model import rotary
+from predmoe.kernels import grouped_experts, head_loss, rms_norm, rotary, rotate
 
 # N tokens, K chosen experts per token, D model width, F expert width, E experts, V vocabulary, B batch, T time, H heads, C head size
 
@@ -22,26 +21,6 @@ def normal(*shape, seed=0, dtype=torch.float64, scale=1.0):
 def relative(got, want):
     """Norm of the error over the norm of the reference."""
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
-
-
-class Watch(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation made, and the dtypes of matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest, self.products = 0, {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.numel())
-        name = function.name().split("::")[1].split(".")[0]
-        if name in ("mm", "bmm", "addmm", "addmm_", "baddbmm"):
-            tensors = [a for a in args if isinstance(a, torch.Tensor)]
-            flops = 2 * tensors[-2].numel() * tensors[-1].shape[-1]
-            self.products[tensors[-1].dtype] = self.products.get(tensors[-1].dtype, 0) + flops
-        return out
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------------------
@@ -148,9 +127,11 @@ def cross_entropy_by_formula(h, weight, targets):
     return logits.exp().sum(1).log() - logits[torch.arange(len(h)), targets]
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 28, 29, 30, 128])
-def test_head_equals_the_formula_in_value_and_gradients_for_any_chunk(monkeypatch, chunk):
-    monkeypatch.setattr(kernels, "HEAD_CHUNK", chunk)
+@pytest.mark.parametrize("rows", [1, 4, 28, 29, 30, 128])
+@pytest.mark.parametrize("block", [1, 3, 11, 512])
+def test_head_equals_the_formula_in_value_and_gradients_for_any_chunk_and_block(monkeypatch, rows, block):
+    monkeypatch.setattr(kernels, "HEAD_ROWS", rows)
+    monkeypatch.setattr(kernels, "HEAD_BLOCK", block)
     h, weight, targets = head_problem()
     loss, losses = head_loss(h, weight, targets)
     h64, weight64 = (p.detach().double().requires_grad_() for p in (h, weight))
@@ -163,7 +144,7 @@ def test_head_equals_the_formula_in_value_and_gradients_for_any_chunk(monkeypatc
 
 
 def test_head_agrees_with_torch_in_value_and_gradients():
-    h, weight, targets = head_problem(n=300, d=16, v=50, seed=3)  # three chunks, the last of 44 rows
+    h, weight, targets = head_problem(n=1300, d=16, v=1100, seed=3)  # the last chunk of rows and the last block of entries are partial
     theirs = F.cross_entropy(F.linear(h, weight), targets)
     ours, _ = head_loss(h, weight, targets)
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
@@ -179,7 +160,9 @@ def test_head_by_hand():
     assert loss.item() == pytest.approx((np.log(4 / 3) + np.log(2)) / 2, abs=1e-6)
 
 
-def test_large_logits_do_not_overflow():
+@pytest.mark.parametrize("block", [1, 512])
+def test_large_logits_do_not_overflow(monkeypatch, block):
+    monkeypatch.setattr(kernels, "HEAD_BLOCK", block)
     h, weight = torch.tensor([[100.0]], requires_grad=True), torch.tensor([[10.0], [-10.0]], requires_grad=True)
     loss, _ = head_loss(h, weight, torch.tensor([1]))
     loss.backward()
@@ -203,13 +186,13 @@ def test_a_second_backward_is_refused_not_wrong():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_head_never_holds_the_logits_of_all_tokens(training):
-    n, d, v = 1024, 8, 500
+    n, d, v = 8 * kernels.HEAD_ROWS, 8, 1000
     h, weight, targets = head_problem(n, d, v)
     with torch.set_grad_enabled(training), Watch() as watch:
         loss, _ = head_loss(h, weight, targets)
         if training:
             loss.backward()
-    assert watch.largest == kernels.HEAD_CHUNK * v < n * v // 2
+    assert watch.largest == kernels.HEAD_ROWS * kernels.HEAD_BLOCK < kernels.HEAD_ROWS * v <= watch.held < n * v // 4
 
 
 # --- norm and rotation: float32, against float64 composites and their autograd ------------------------------------------------------------
@@ -255,24 +238,24 @@ def rotate_by_formula(x, theta=10000.0):
 
 def test_rotation_equals_the_complex_product():
     x = normal(2, 9, 3, 8, dtype=torch.float32)
-    assert np.abs(rotate(x, *rotary(9, 8, 10000.0)).numpy() - rotate_by_formula(x.double().numpy())).max() < 2e-6
+    assert np.abs(rotate(x, *rotary(9, 3, 8, 10000.0)).numpy() - rotate_by_formula(x.double().numpy())).max() < 2e-6
 
 
 def test_rotation_passes_gradcheck():
-    cos, sin = (table.double() for table in rotary(5, 4, 100.0))
+    cos, sin = (table.double() for table in rotary(5, 3, 4, 100.0))
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), normal(2, 5, 3, 4).requires_grad_())
 
 
 def test_the_gradient_of_a_rotation_is_the_rotation_back():
     x, grad = normal(2, 9, 3, 8, dtype=torch.float32).requires_grad_(), normal(2, 9, 3, 8, seed=1, dtype=torch.float32)
-    tables = rotary(9, 8, 10000.0)
+    tables = rotary(9, 3, 8, 10000.0)
     rotate(x, *tables).backward(grad)
     assert torch.allclose(rotate(x.grad, *tables), grad, atol=1e-6)
 
 
 def test_scores_depend_only_on_the_distance():
     q, k = (normal(1, 1, 1, 8, seed=s, dtype=torch.float32).expand(1, 20, 1, 8) for s in (0, 1))
-    tables = rotary(20, 8, 10000.0)
+    tables = rotary(20, 1, 8, 10000.0)
     scores = torch.einsum("bthc,bshc->ts", rotate(q, *tables), rotate(k, *tables))
     for distance in range(-19, 20):
         line = scores.diagonal(distance)
@@ -300,7 +283,7 @@ def test_under_autocast_the_experts_compute_in_bfloat16_and_give_float32_gradien
 
 def test_under_autocast_the_head_sums_its_weight_gradient_in_float32():
     """Rounded once per chunk, as a running sum in bfloat16 would be, 64 chunks would cost far more than one unit."""
-    n = 64 * kernels.HEAD_CHUNK
+    n = 64 * kernels.HEAD_ROWS
     h, weight, targets = head_problem(n, 8, 7)
     with torch.autocast("cpu", torch.bfloat16), Watch() as watch:
         loss, losses = head_loss(h, weight, targets)
