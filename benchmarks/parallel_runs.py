@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 
-from steps import OURS, SIZES, Stepper, arguments, markdown, write
+from steps import OURS, SIZES, Stepper, arguments, config_of, markdown, write
 
 
 def timed(groups: list[list[Stepper]], steps: int) -> float:
@@ -47,13 +47,13 @@ def main() -> None:
             runner.end()
         found.append({"size": size, "seconds": seconds, "tokens_per_second": rates})
         rows.append({
-            "size": size,
+            "independent runs": f"{size}, d = {config_of(size, threads=1).model.hidden_size}",
             f"{options.runs} side by side, 1 thread each": f"{rates['side by side']:,.0f} tokens/s",
             f"{options.runs} in sequence, {options.runs} threads each": f"{rates['in sequence']:,.0f} tokens/s",
             "ratio": f"{rates['side by side'] / rates['in sequence']:.2f}x",
         })  # fmt: skip
     print(markdown(rows))
-    write(options.json, {"runs": options.runs, "steps": options.steps, "sizes": found})
+    write(options.json, {"runs": options.runs, "steps": options.steps, "sizes": found}, markdown=markdown(rows))
 
 
 if __name__ == "__main__":

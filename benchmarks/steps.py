@@ -91,11 +91,14 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def write(path: Path | None, value: dict) -> None:
+def write(path: Path | None, value: dict, *, markdown: str) -> None:
+    """Every number, and `markdown`: what README.md shows of it (outputs/benchmarks/*.json, `predmoe readme`)."""
     from predmoe import provenance
 
     if path is not None:
-        path.write_text(json.dumps(value | {"provenance": provenance.capture()}, indent=1) + "\n")
+        found = provenance.capture()
+        machine = f"Measured on {found['hardware']['cpu']}, {found['hardware']['cores']} cores, commit {found['commit'][:9]}."
+        path.write_text(json.dumps(value | {"markdown": f"{markdown.strip()}\n\n{machine}", "provenance": found}, indent=1) + "\n")
 
 
 # --- child -------------------------------------------------------------------------------------------------------------
