@@ -206,10 +206,10 @@ def gates(arms: Sequence[Mapping]) -> list[dict]:
 
 
 def forest_table(effects: Iterable[Mapping], reference: Mapping[tuple[str, int], float] | None = None) -> pd.DataFrame:
-    """Effects as `plots.forest` takes them, grouped by predictor; `reference`: (predictor, horizon) -> the reference study's effect."""
+    """Effects as `plots.forest` takes them, grouped by variation where they have one, else by predictor; `reference`: (predictor, horizon) -> the reference study's effect."""
     return pd.DataFrame([
         {
-            "group": PREDICTORS[e["predictor"]], "name": f"h = {e['horizon']}", "arm": e["treatment"], "horizon": e["horizon"], "mean": e["mean"],
+            "group": e.get("variation") or PREDICTORS[e["predictor"]], "name": f"h = {e['horizon']}", "arm": e["treatment"], "horizon": e["horizon"], "mean": e["mean"],
             "low": e["ci95"][0] if e["ci95"] else np.nan, "high": e["ci95"][1] if e["ci95"] else np.nan, "per_seed": e["per_seed"],
             "reference": (reference or {}).get((e["predictor"], e["horizon"]), np.nan),
         }
@@ -271,6 +271,56 @@ def choose(arms: Sequence[Mapping], predictor: str = PRIMARY) -> str | None:
     passing = [gate["arm"] for gate in gates(arms) if gate["passes"]]
     gain = tradeoff(arms, predictor).groupby("arm").gain.mean()
     return max(passing, key=lambda arm: gain[arm]) if passing else None
+
+
+# --- why an effect is as large as it is --------------------------------------------------------------------------------
+
+def measure_variations(
+    variations: Mapping[str, Mapping], joint: Mapping, seeds: Sequence[int], posthoc: config.PosthocConfig, *, tier: str,
+    horizons: Sequence[int], changes: Mapping[str, Mapping], profile: str, parallel: int,
+) -> dict[str, list[dict]]:  # fmt: skip
+    """Baseline and joint measured again under each variation, a mapping section -> changed fields; {} is the recipe as it stands.
+
+    A change of `objective` touches the joint arm alone, any other section both arms, so that a pair is always like with like.
+    "seeds": n in place of a section takes only the first n of `seeds`.
+    """
+    plans = {}
+    for name, change in variations.items():
+        change = dict(change)
+        chosen = seeds[: config.coerce(f"{name}: seeds", change.pop("seeds", len(seeds)), int)]
+        arms = {"baseline": BASELINE, "joint": dict(joint) | dict(change.get("objective", {}))}
+        other = {section: dict(changes.get(section, {})) | dict(change.get(section, {})) for section in {*changes, *change} - {"objective"}}
+        plans[name] = run_configs(arms, chosen, tier=tier, horizons=horizons, changes=other)
+    measured = iter(measure_arms([pair for plan in plans.values() for pair in plan], posthoc, profile=profile, parallel=parallel))
+    return {name: [next(measured) for _ in plan] for name, plan in plans.items()}
+
+
+def variation_effects(measured: Mapping[str, Sequence[Mapping]], predictor: str = PRIMARY) -> list[dict]:
+    """joint - baseline by horizon under each variation, with `variation` naming it."""
+    return [
+        effect | {"variation": name, "name": f"{effect['name']}, {name}"}
+        for name, arms in measured.items() for effect in hit_effects(arms, "joint", "baseline", predictors=[predictor])
+    ]  # fmt: skip
+
+
+def variation_table(measured: Mapping[str, Sequence[Mapping]], predictor: str = PRIMARY) -> pd.DataFrame:
+    """One row per variation, seed and horizon: the levels, and joint - baseline in points and percent of the loss."""
+    rows = []
+    for name, arms in measured.items():
+        bases = {row["seed"]: row for row in arms if row["arm"] == "baseline"}
+        for joint in (row for row in arms if row["arm"] == "joint"):
+            base = bases[joint["seed"]]
+            change = lambda metric, which, h: 100 * (joint[metric][which][h] - base[metric][which][h])  # noqa: B023, E731
+            rows += [
+                {
+                    "variation": name, "seed": joint["seed"], "horizon": int(h), "baseline loss": base["val_loss"], "baseline hit@k": base["hit"][predictor][h],
+                    "gain (points)": change("hit", predictor, h), "of the token-id lookup": change("hit", "token_id", h),
+                    "of the margin": change("margin_over_token_id", predictor, h), "loss (%)": 100 * (joint["val_loss"] / base["val_loss"] - 1),
+                    "router entropy, baseline": base["router_entropy_fraction"], "joint": joint["router_entropy_fraction"],
+                }
+                for h in joint["hit"][predictor]
+            ]  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 # --- for the report ----------------------------------------------------------------------------------------------------

@@ -68,6 +68,14 @@ def say_documents(effects: Sequence[Mapping]) -> str:
     )
 
 
+def say_variations(effects: Sequence[Mapping]) -> list[str]:
+    """What joint training does under each variation, one sentence each, in points by horizon."""
+    by_name: dict[str, list[Mapping]] = {}
+    for effect in effects:
+        by_name.setdefault(effect["variation"], []).append(effect)
+    return [say_by_horizon(group, f"{name[0].upper()}{name[1:]}: joint training", "hit@k") for name, group in by_name.items()]
+
+
 def say_convergence(arms: Sequence[Mapping]) -> str:
     """Whether every post-hoc fit converged by its rule; those that did not are named."""
     fits, stopped = sum(len(row["converged"]) for row in arms), experiments.unconverged(arms)
