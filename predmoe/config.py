@@ -330,7 +330,7 @@ TIERS = {
     # Two CPU cores, minutes per run: the recipe of the committed report (docs in the README).
     "cpu": Tier(
         model=ModelConfig(vocab_size=8192, hidden_size=96, num_layers=8, num_heads=2, expert_size=96, num_experts=16, top_k=2, context=128),
-        train=TrainConfig(steps=1000, batch_size=16, lr=1.5e-3, warmup_steps=100, predictor_lr_scale=5.0),
+        train=TrainConfig(steps=1000, batch_size=16, lr=1e-3, warmup_steps=100, predictor_lr_scale=5.0),
         objective=_RAMPED,
     ),
     # The reference's tiers B and A (METHOD.md). Its experts have two matrices, ours three (SwiGLU), so expert_size is

@@ -393,9 +393,14 @@ class Stream:
         return out
 
     def batch(self, step: int, batch_size: int, context: int) -> np.ndarray:
-        """(B, T+1) int64: stream tokens step*B*T ..; row b has T inputs and, one further, T targets."""
-        span = batch_size * context
-        return _overlapping(self.read(step * span, span + 1), context)
+        """(B, T+1) int64: T inputs and, one further, T targets of each row.
+
+        Row b reads on from step to step in a lane of its own, which begins at b/B of the epoch, so that a batch holds B places
+        of the corpus. Rows that follow one another in the stream come from a few long documents of one or two domains, and
+        the gradients of such batches made training chaotic.
+        """
+        starts = np.arange(batch_size) * self.epoch_tokens // batch_size + step * context
+        return np.stack([self.read(int(start), context + 1) for start in starts])
 
 
 def _overlapping(flat: np.ndarray, context: int) -> np.ndarray:

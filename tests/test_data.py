@@ -336,15 +336,34 @@ def test_a_batch_is_a_pure_function_of_its_step(small):
         assert np.array_equal(stream.batch(step, 4, 16), batches[step])
 
 
-def test_batches_follow_one_another_without_gap_and_targets_overlap_by_one(small):
+def test_each_row_reads_on_in_its_own_lane_and_targets_overlap_by_one(small):
     stream = small.stream(0, 20)
-    flat = stream.read(0, 40 * 4 * 16 + 1)
+    flat = stream.read(0, 2 * stream.epoch_tokens)
     for step in range(40):
         batch = stream.batch(step, 4, 16)
         assert batch.shape == (4, 17) and batch.dtype == np.int64
         for row in range(4):
-            start = (step * 4 + row) * 16
+            start = row * stream.epoch_tokens // 4 + step * 16
             assert np.array_equal(batch[row], flat[start : start + 17])
+
+
+def test_lanes_read_every_token_of_an_epoch_once(small):
+    stream = small.stream(0, 20)
+    length = stream.epoch_tokens // 4
+    read = np.concatenate([stream.batch(step, 4, 1)[:, 0] for step in range(length)])
+    lanes = [stream.read(row * stream.epoch_tokens // 4, length) for row in range(4)]
+    assert np.array_equal(np.sort(read), np.sort(np.concatenate(lanes)))
+    assert 4 * length > stream.epoch_tokens - 4
+
+
+def test_a_batch_holds_many_documents_and_most_domains(offline):
+    """Rows that followed one another in the stream held about four documents of fewer than two domains."""
+    stream = offline.stream(0, 1000)
+    documents, ends = stream.epoch(0)
+    for step in (0, 7, 300):
+        starts = np.arange(16) * stream.epoch_tokens // 16 + step * 128
+        touched = documents[np.searchsorted(ends, starts, side="right")]
+        assert len(np.unique(touched)) == 16 and len(np.unique(offline.domain[touched])) >= 4
 
 
 def test_the_stream_is_the_documents_of_each_epoch_in_order(small):
