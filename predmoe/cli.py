@@ -1,4 +1,4 @@
-"""The command line: `predmoe report`, `predmoe train` and `predmoe readme`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
+"""The command line: `predmoe report`, `predmoe plan`, `predmoe train` and `predmoe readme`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
 
 from __future__ import annotations
 
@@ -45,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--verbose", action="store_true", help="show what the notebooks print while they run")
     command.set_defaults(command=_report)
 
+    command = commands.add_parser("plan", help="print the runs that a profile's notebooks need: done, missing, and the time left")
+    command.add_argument("--profile", default="cpu", help="smoke, or a name that params/*/NAME.yaml has (default: cpu)")
+    command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number")
+    command.add_argument("--train", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
+    command.add_argument("--parallel", type=int, default=2, help="runs side by side (default: 2)")
+    command.set_defaults(command=_plan)
+
     command = commands.add_parser("train", help="train one model and print its folder")
     command.add_argument("--tier", default="smoke", help=f"one of {', '.join(config.TIERS)} (default: smoke)")
     command.add_argument("--seed", type=int, default=0, help="initialisation seed (default: 0)")
@@ -64,6 +71,19 @@ def _report(options) -> int:
     failures = execute.run(execute.plan(options.profile, options.only), force=options.force, verbose=options.verbose)
     print(f"report: {report.write(options.profile, failures)}")
     return _say(f"{len(failures)} of the notebooks failed: {', '.join(failures)}", 1) if failures else 0
+
+
+def _plan(options) -> int:
+    from . import plan, runs
+
+    items = plan.plan(options.profile, options.only)
+    print(plan.tell(items, options.parallel))
+    if options.train:
+        try:
+            plan.train(items, options.profile, parallel=options.parallel, report=lambda line: print(line, file=sys.stderr, flush=True))
+        except runs.RunFailed as error:
+            return _say(str(error), 1)
+    return 0
 
 
 def _train(options) -> int:

@@ -1,4 +1,4 @@
-"""What the training notebooks share: arms are measured through the run store, measurements become tidy tables, pairs of arms
+"""What the training notebooks share: arms (see `studies`) are measured through the run store, measurements become tidy tables, pairs of arms
 become effects. What the effects say in words is in `findings`.
 
 An arm is a name and the changes to the tier's objective that make it; `baseline` comes first.
@@ -6,7 +6,6 @@ An arm is a name and the changes to the tier's objective that make it; `baseline
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -17,26 +16,9 @@ from . import config, results, stats
 from .plots import PREDICTORS
 
 PRIMARY = "ranking"   # the confirmatory comparison: joint against baseline under the strongest post-hoc predictor
-BASELINE = {"lambda_pred": 0.0}
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------------
-
-def run_configs(
-    arms: Mapping[str, Mapping], seeds: Sequence[int], *, tier: str, horizons: Sequence[int], changes: Mapping[str, Mapping]
-) -> list[tuple[str, config.RunConfig]]:
-    """(arm, run) pairs, seed by seed so that whole pairs are finished first; `changes`: section -> changed fields of the tier."""
-    return [
-        (arm, config.tier(tier, seed=seed, objective=dict(changes.get("objective", {})) | dict(objective),
-                          predictor={"horizons": list(horizons)}, **{k: dict(v) for k, v in changes.items() if k != "objective"}))
-        for seed in seeds for arm, objective in arms.items()
-    ]  # fmt: skip
-
-
-def posthoc_config(tier: str, changes: Mapping) -> config.PosthocConfig:
-    """The tier's predictor fit with some fields changed; unknown fields and wrong types are refused."""
-    return config.build(config.PosthocConfig, dataclasses.asdict(config.TIERS[tier].posthoc) | dict(changes))
-
 
 def measure_arms(
     pairs: Sequence[tuple[str, config.RunConfig]], posthoc: config.PosthocConfig, *, profile: str, parallel: int
@@ -242,11 +224,6 @@ def effect_table(effects: Iterable[Mapping]) -> pd.DataFrame:
 
 # --- choosing an objective ---------------------------------------------------------------------------------------------
 
-def name_of(objective: Mapping) -> str:
-    """An objective in a few words: target, gradient and final weight."""
-    return f"{objective['target']} target, {objective['gradient']} gradient, lambda {objective['lambda_pred']:g}"
-
-
 def selection_table(arms: Sequence[Mapping], predictor: str = PRIMARY) -> pd.DataFrame:
     """What `choose` goes by, per candidate: mean gain in hit@k and in the margin over the lookup (points), loss change, the gate."""
     if not arms:
@@ -275,24 +252,12 @@ def choose(arms: Sequence[Mapping], predictor: str = PRIMARY) -> str | None:
 
 # --- why an effect is as large as it is --------------------------------------------------------------------------------
 
-def measure_variations(
-    variations: Mapping[str, Mapping], joint: Mapping, seeds: Sequence[int], posthoc: config.PosthocConfig, *, tier: str,
-    horizons: Sequence[int], changes: Mapping[str, Mapping], profile: str, parallel: int,
+def measure_groups(
+    groups: Mapping[str, Sequence[tuple[str, config.RunConfig]]], posthoc: config.PosthocConfig, *, profile: str, parallel: int
 ) -> dict[str, list[dict]]:  # fmt: skip
-    """Baseline and joint measured again under each variation, a mapping section -> changed fields; {} is the recipe as it stands.
-
-    A change of `objective` touches the joint arm alone, any other section both arms, so that a pair is always like with like.
-    "seeds": n in place of a section takes only the first n of `seeds`.
-    """
-    plans = {}
-    for name, change in variations.items():
-        change = dict(change)
-        chosen = seeds[: config.coerce(f"{name}: seeds", change.pop("seeds", len(seeds)), int)]
-        arms = {"baseline": BASELINE, "joint": dict(joint) | dict(change.get("objective", {}))}
-        other = {section: dict(changes.get(section, {})) | dict(change.get(section, {})) for section in {*changes, *change} - {"objective"}}
-        plans[name] = run_configs(arms, chosen, tier=tier, horizons=horizons, changes=other)
-    measured = iter(measure_arms([pair for plan in plans.values() for pair in plan], posthoc, profile=profile, parallel=parallel))
-    return {name: [next(measured) for _ in plan] for name, plan in plans.items()}
+    """The measurements of each group of (arm, run) pairs, as `measure_arms` gives them; what is missing is trained side by side."""
+    measured = iter(measure_arms([pair for pairs in groups.values() for pair in pairs], posthoc, profile=profile, parallel=parallel))
+    return {name: [next(measured) for _ in pairs] for name, pairs in groups.items()}
 
 
 def variation_effects(measured: Mapping[str, Sequence[Mapping]], predictor: str = PRIMARY) -> list[dict]:

@@ -13,7 +13,7 @@ import yaml
 from fake_measurements import measurement, study
 from matplotlib.figure import Figure
 
-from predmoe import config, experiments, findings, paths, results, stats
+from predmoe import experiments, findings, paths, results, stats
 
 
 @pytest.fixture
@@ -302,30 +302,6 @@ def test_holm_runs_over_the_horizons_of_one_predictor():
         assert [e["p_holm"] for e in mine] == stats.holm([e["p"] for e in mine])
     assert {e["family"] for e in effects if e["predictor"] == "ranking"} == {"confirmatory"}
     assert {e["family"] for e in effects if e["predictor"] == "linear"} == {"exploratory"}
-
-
-def test_a_variation_of_the_objective_touches_the_joint_arm_alone_and_one_of_training_both(monkeypatch):
-    asked = []
-
-    def measure(pairs, *_, **__):
-        asked.extend(pairs)
-        return [{"arm": arm, "run": run} for arm, run in pairs]
-
-    monkeypatch.setattr(experiments, "measure_arms", measure)
-    varied = {"as it stands": {}, "weight": {"objective": {"lambda_pred": 1.0}}, "steps": {"train": {"steps": 40}, "seeds": 1}}
-    found = experiments.measure_variations(varied, {"lambda_pred": 0.3}, [5, 6], None, tier="smoke", horizons=[1], changes={"train": {"threads": 2}, "data": {}},
-                                           profile="smoke", parallel=1)  # fmt: skip
-    told = {name: [(row["arm"], row["run"].train.seed, row["run"].objective.lambda_pred, row["run"].train.steps) for row in rows] for name, rows in found.items()}
-    assert told["as it stands"] == [("baseline", 5, 0.0, 120), ("joint", 5, 0.3, 120), ("baseline", 6, 0.0, 120), ("joint", 6, 0.3, 120)]
-    assert told["weight"] == [("baseline", 5, 0.0, 120), ("joint", 5, 1.0, 120), ("baseline", 6, 0.0, 120), ("joint", 6, 1.0, 120)]
-    assert told["steps"] == [("baseline", 5, 0.0, 40), ("joint", 5, 0.3, 40)]
-    assert all(run.train.threads == 2 for _, run in asked) and len({run.hash for _, run in asked}) == 8
-
-
-@pytest.mark.parametrize("seeds", ["3", 1.5])
-def test_the_seeds_of_a_variation_are_a_number(seeds):
-    with pytest.raises(config.ConfigError, match="more steps: seeds"):
-        experiments.measure_variations({"more steps": {"seeds": seeds}}, {}, [0], None, tier="smoke", horizons=[1], changes={}, profile="smoke", parallel=1)
 
 
 def test_effects_and_table_of_variations_are_paired_within_each():

@@ -1,0 +1,118 @@
+"""What a profile still has to train: the runs that its notebooks need, what is done, what is missing, and how long that takes.
+
+`predmoe plan --profile cpu` prints it; `--train` works it off in order, so that a long study can be done in several sittings.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import config, execute, runs, studies
+from .model import count_parameters
+
+
+@dataclass(frozen=True)
+class Item:
+    """One run of a profile: the notebooks that need it, its fit of predictors, how far it is and what is left, in seconds."""
+
+    run: config.RunConfig
+    posthoc: config.PosthocConfig
+    notebooks: tuple[str, ...]
+    arm: str
+    state: str              # done, part (begun) or missing
+    seconds: float | None   # estimated for what is left; None where nothing like it has been timed here
+
+
+def plan(profile: str, only: Sequence[str] = (), *, store: Path | None = None) -> list[Item]:
+    """Every run of a profile once, in the order of the notebooks and of their studies.
+
+    The estimate takes the median time per step of finished runs of the same model on this store, else scales that of the
+    others by parameters that are active per token. Raises ConfigError as `execute.plan`.
+    """
+    store = Path(store) if store else runs.default_store(profile)
+    needed: dict[tuple[str, str], dict] = {}
+    for job in execute.plan(profile, only):
+        if job.name not in studies.STUDIES or job.params is None:
+            continue
+        parameters = execute.check(job.notebook, job.params)
+        posthoc = studies.posthoc_config(parameters["tier"], parameters["posthoc"])
+        for arm, run in studies.pairs_of(job.name, parameters):
+            entry = needed.setdefault((run.hash, runs.posthoc_name(posthoc)), {"run": run, "posthoc": posthoc, "arm": arm, "notebooks": {}})
+            entry["notebooks"][job.name] = None
+    timings = _timings(store)
+    return [_item(entry, store, timings) for entry in needed.values()]
+
+
+def train(items: Sequence[Item], profile: str, *, parallel: int, store: Path | None = None, report: Callable[[str], None] = print) -> None:
+    """Train and measure what is not done, in the order of the plan. Raises runs.RunFailed as `runs.get_or_measure`."""
+    for posthoc in dict.fromkeys(item.posthoc for item in items):
+        left = [item.run for item in items if item.posthoc == posthoc and item.state != "done"]
+        runs.get_or_measure(left, posthoc, profile=profile, store=store, parallel=parallel, report=report)
+
+
+def tell(items: Sequence[Item], parallel: int) -> str:
+    """The plan for reading: a line per notebook, the missing runs in order, and the time that is left."""
+    lines = [f"{'notebook':<22} {'runs':>5} {'done':>5} {'missing':>8} {'hours left':>11}"]
+    counted = set()
+    for name in dict.fromkeys(name for item in items for name in item.notebooks):
+        mine = [item for item in items if name in item.notebooks]
+        new = [item for item in mine if id(item) not in counted]
+        counted.update(map(id, new))
+        done = sum(item.state == "done" for item in mine)
+        lines.append(f"{name:<22} {len(mine):>5} {done:>5} {len(mine) - done:>8} {_hours(new, parallel):>11}")
+    missing = [item for item in items if item.state != "done"]
+    lines += [f"\n{len(missing)} of {len(items)} runs are missing; about {_hours(missing, parallel)} hours with {parallel} side by side."]
+    lines += ["(a run that several notebooks share is counted in the hours of the first)"] if len(missing) > 1 else []
+    lines += [
+        f"  {item.run.hash}  {item.state:<8} {runs.describe(item.run)}, {item.run.train.steps} steps"
+        f"{'' if item.seconds is None else f', {item.seconds / 60:.0f} min'}  ({', '.join(item.notebooks)})" for item in missing
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _hours(items: Sequence[Item], parallel: int) -> str:
+    left = [item for item in items if item.state != "done"]
+    if any(item.seconds is None for item in left):
+        return "unknown"
+    return f"{sum(item.seconds for item in left) / parallel / 3600:.1f}"
+
+
+def _item(entry: dict, store: Path, timings: dict) -> Item:
+    run, posthoc = entry["run"], entry["posthoc"]
+    found = runs.Run(store / run.hash, run)
+    if found.measurement(posthoc) is not None:
+        state, left = "done", 0.0
+    else:
+        state = "part" if (found.path / "timing.json").exists() else "missing"
+        left = _estimate(run, found, timings)
+    return Item(run, posthoc, tuple(entry["notebooks"]), entry["arm"], state, left)
+
+
+def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
+    """model -> (median seconds per training step of `batch` tokens, median seconds of measuring), from the finished runs of a store."""
+    found: dict[config.ModelConfig, list[tuple[float, float]]] = {}
+    for source in sorted(store.glob("*/posthoc-*.json")):
+        if source.name.endswith(".config.json"):
+            continue
+        measured = json.loads(source.read_text())
+        run = config.build(config.RunConfig, measured["config"])
+        tokens = run.train.steps * run.train.batch_size * run.model.context
+        found.setdefault(run.model, []).append((measured["seconds"]["train"] / tokens, measured["seconds"]["posthoc"]))
+    return {model: tuple(map(statistics.median, zip(*values))) for model, values in found.items()}
+
+
+def _estimate(run: config.RunConfig, found: runs.Run, timings: dict) -> float | None:
+    """Seconds of one process for what is left of a run and its measurement."""
+    if not timings:
+        return None
+    active = lambda model: count_parameters(model)["active"]  # noqa: E731
+    like = run.model if run.model in timings else min(timings, key=lambda model: abs(active(model) - active(run.model)))
+    per_token, measuring = timings[like]
+    scale = active(run.model) / active(like)
+    done = json.loads((found.path / "timing.json").read_text())["steps"] if (found.path / "timing.json").exists() else 0
+    tokens = (run.train.steps - done) * run.train.batch_size * run.model.context
+    return scale * (per_token * tokens + measuring)

@@ -1,0 +1,95 @@
+"""Which models each notebook needs, from its parameters alone: the notebooks measure them, `predmoe plan` counts them.
+
+A study is a function of a notebook's parameters. It returns named groups of (arm, run) pairs, in the order in which they
+are best trained; the same run in several groups or notebooks is trained once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from . import config
+
+Pairs = list[tuple[str, config.RunConfig]]
+
+BASELINE = {"lambda_pred": 0.0}
+AS_IT_STANDS = "the recipe as it stands"
+
+
+def run_configs(arms: Mapping[str, Mapping], seeds: Sequence[int], *, tier: str, horizons: Sequence[int], changes: Mapping[str, Mapping]) -> Pairs:
+    """(arm, run) pairs, seed by seed so that whole pairs are finished first.
+
+    `arms`: name -> changes to the tier's objective; `changes`: section -> changed fields of the tier, for every arm.
+    """
+    return [
+        (arm, config.tier(tier, seed=seed, objective=dict(changes.get("objective", {})) | dict(objective),
+                          predictor={"horizons": list(horizons)}, **{k: dict(v) for k, v in changes.items() if k != "objective"}))
+        for seed in seeds for arm, objective in arms.items()
+    ]  # fmt: skip
+
+
+def posthoc_config(tier: str, changes: Mapping) -> config.PosthocConfig:
+    """The tier's predictor fit with some fields changed; unknown fields and wrong types are refused."""
+    return config.build(config.PosthocConfig, dataclasses.asdict(config.TIERS[tier].posthoc) | dict(changes))
+
+
+def name_of(objective: Mapping) -> str:
+    """An objective in a few words: target, gradient and final weight."""
+    return f"{objective['target']} target, {objective['gradient']} gradient, lambda {objective['lambda_pred']:g}"
+
+
+def variations(explanations: Sequence[Mapping], joint: Mapping, seeds: Sequence[int], *, tier: str, horizons: Sequence[int],
+               changes: Mapping[str, Mapping]) -> dict[str, Pairs]:  # fmt: skip
+    """Baseline and joint under each variation of the recipe, a group each, the recipe as it stands first.
+
+    An explanation has a `name`, changed fields by section, and `seeds`, how many of the seeds it takes (default: all). A
+    change of `objective` touches the joint arm alone, any other section both arms, so that a pair is always like with like.
+    """
+    plans = {}
+    for explanation in [{"name": AS_IT_STANDS}, *explanations]:
+        change = dict(explanation)
+        name = config.coerce("explanation: name", change.pop("name", None), str)
+        count = config.coerce(f"{name}: seeds", change.pop("seeds", len(seeds)), int)
+        arms = {"baseline": BASELINE, "joint": dict(joint) | dict(change.pop("objective", {}))}
+        both = {section: dict(changes.get(section, {})) | dict(change.get(section, {})) for section in (changes | change)}
+        plans[name] = run_configs(arms, seeds[:count], tier=tier, horizons=horizons, changes=both)
+    return plans
+
+
+def mechanism(p: Mapping) -> dict[str, Pairs]:
+    """01_mechanism: baseline and joint."""
+    arms = {"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"], "target": p["target"], "gradient": p["gradient"]}}
+    return {"models": run_configs(arms, p["seeds"], **_shared(p))}
+
+
+def horizons(p: Mapping) -> dict[str, Pairs]:
+    """02_horizons: the candidates on the selection seeds; baseline, joint and alternative on the others."""
+    candidates = {"baseline": BASELINE} | {name_of(objective): objective for objective in p["selection_objectives"]}
+    alternative = {"target": p["alternative_target"], "gradient": p["alternative_gradient"], "lambda_pred": p["alternative_lambda"]}
+    arms = {"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"]}} | ({"alternative": alternative} if p["alternative_lambda"] else {})
+    return {
+        "selection": run_configs(candidates, p["selection_seeds"] if p["selection_objectives"] else [], **_shared(p)),
+        "models": run_configs(arms, p["seeds"], **_shared(p)),
+    }
+
+
+def horizons_varied(p: Mapping) -> dict[str, Pairs]:
+    """02_horizons: what explains the size of its effect."""
+    return variations(p["explanations"], {"lambda_pred": p["lambda_pred"]}, p["seeds"], **_shared(p))
+
+
+def _shared(p: Mapping) -> dict:
+    return {"tier": p["tier"], "horizons": p["horizons"], "changes": {"train": p["train"], "data": p["data"]}}
+
+
+# Every notebook that trains, with the functions that say what it needs.
+STUDIES: dict[str, tuple[Callable[[Mapping], dict[str, Pairs]], ...]] = {
+    "01_mechanism": (mechanism,),
+    "02_horizons": (horizons, horizons_varied),
+}
+
+
+def pairs_of(notebook: str, parameters: Mapping) -> Pairs:
+    """All (arm, run) pairs that a notebook measures, in the order of its study."""
+    return [pair for study in STUDIES[notebook] for group in study(parameters).values() for pair in group]
