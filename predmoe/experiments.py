@@ -115,6 +115,27 @@ def tradeoff(arms: Sequence[Mapping], predictor: str) -> pd.DataFrame:
     ])  # fmt: skip
 
 
+def doses(arms: Sequence[Mapping], predictor: str) -> pd.DataFrame:
+    """`tradeoff` for arms named "GRADIENT LAMBDA": columns arm (the gradient), dose, seed, horizon, loss_change, gain, margin, entropy.
+
+    gain and margin (over the token-id lookup) of hit@k, loss_change (fraction) and entropy (router entropy as a share of its
+    maximum) are differences to the same seed's baseline.
+    """
+    bases, rows = {row["seed"]: row for row in arms if row["arm"] == "baseline"}, []
+    for row in (row for row in arms if row["arm"] != "baseline"):
+        gradient, dose = row["arm"].split()
+        base = bases[row["seed"]]
+        rows += [
+            {
+                "arm": gradient, "dose": float(dose), "seed": row["seed"], "horizon": int(h), "loss_change": row["val_loss"] / base["val_loss"] - 1,
+                "gain": hit - base["hit"][predictor][h], "margin": row["margin_over_token_id"][predictor][h] - base["margin_over_token_id"][predictor][h],
+                "entropy": row["router_entropy_fraction"] - base["router_entropy_fraction"],
+            }
+            for h, hit in row["hit"][predictor].items()
+        ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 def posthoc_curves(arms: Iterable[Mapping]) -> pd.DataFrame:
     """Columns arm, seed, predictor, step, lr, train_loss, dev_hit: how each post-hoc fit converged."""
     return pd.DataFrame([
@@ -173,16 +194,22 @@ def document_effects(arms: Sequence[Mapping], treatment: str, control: str, *, p
 
 
 def _paired(arms, treatment, control, path, what, unit) -> dict:
-    values = (results.values_by_seed(arms, arm, path) for arm in (treatment, control))
-    effect = stats.paired(*values, name=f"{treatment} - {control}, {what}", unit=unit)
+    effect = stats.paired(*_pair(arms, treatment, control, path), name=f"{treatment} - {control}, {what}", unit=unit)
     return effect.as_dict() | {"treatment": treatment, "control": control}
+
+
+def _pair(arms, treatment, control, path) -> tuple[dict[int, float], dict[int, float]]:
+    """Both sides by seed. The control may have more seeds, for arms that were run on all of them; a treatment's seed without a
+    control is left for `stats.paired` to refuse."""
+    mine, theirs = (results.values_by_seed(arms, arm, path) for arm in (treatment, control))
+    return mine, {seed: value for seed, value in theirs.items() if seed in mine}
 
 
 def gates(arms: Sequence[Mapping]) -> list[dict]:
     """The quality gate of every arm against the baseline, as results.json holds it."""
     found = []
     for arm in dict.fromkeys(row["arm"] for row in arms if row["arm"] != "baseline"):
-        values = [results.values_by_seed(arms, name, metric) for metric in ("val_loss", "load_entropy") for name in (arm, "baseline")]
+        values = [values for metric in ("val_loss", "load_entropy") for values in _pair(arms, arm, "baseline", metric)]
         found.append({"arm": arm} | stats.quality_gate(*values).as_dict())
     return found
 
@@ -202,6 +229,19 @@ def forest_table(effects: Iterable[Mapping], reference: Mapping[tuple[str, int],
 def reference_effects() -> dict[tuple[str, int], float]:
     """(predictor, horizon) -> joint - baseline in the reference study (assets/reference.json)."""
     return {(row["predictor"], int(h)): row[h] for row in results.reference()["effect"] for h in row if h != "predictor"}
+
+
+def reference_doses(arms: Sequence[Mapping]) -> pd.DataFrame:
+    """The reference study's levels by dose beside ours (linear predictor, the reference's gradient mode, means over seeds)."""
+    rows = [{"study": f"reference, tier {row['tier']}", "lambda": row["lambda"]} | {f"h = {h}": row[h] for h in ("1", "2", "4")} |
+            {"loss, nats above the baseline's": row.get("loss_nats", np.nan)} for row in results.reference()["dose"]]  # fmt: skip
+    loss = {row["seed"]: row["val_loss"] for row in arms if row["arm"] == "baseline"}
+    for arm in dict.fromkeys(row["arm"] for row in arms if row["arm"].startswith("input ")):
+        mine = [row for row in arms if row["arm"] == arm]
+        levels = {f"h = {h}": float(np.mean([row["hit"]["linear"][h] for row in mine])) for h in mine[0]["hit"]["linear"]}
+        cost = float(np.mean([row["val_loss"] - loss[row["seed"]] for row in mine]))
+        rows.append({"study": "here", "lambda": float(arm.split()[1])} | levels | {"loss, nats above the baseline's": cost})
+    return pd.DataFrame(rows)
 
 
 def show(table: pd.DataFrame, digits: int = 3) -> HTML:

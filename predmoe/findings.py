@@ -76,6 +76,23 @@ def say_variations(effects: Sequence[Mapping]) -> list[str]:
     return [say_by_horizon(group, f"{name[0].upper()}{name[1:]}: joint training", "hit@k") for name, group in by_name.items()]
 
 
+def say_doses(table: pd.DataFrame, limit: float = stats.MAX_LOSS_INCREASE) -> list[str]:
+    """Of `experiments.doses`: how the gain at the deepest horizon goes with the weight, and from which weight on the loss is above the
+    gate's limit, by means over seeds, one sentence per gradient mode."""
+    deepest, sentences = table.horizon.max(), []
+    for gradient, part in table[table.horizon == deepest].groupby("arm", sort=False):
+        means = part.groupby("dose")[["gain", "loss_change"]].mean()
+        steps = means.gain.diff().dropna()
+        path = ", ".join(f"{100 * gain:+z.1f} at {dose:g}" for dose, gain in means.gain.items())
+        costly = [f"{dose:g} ({100 * change:+z.1f}%)" for dose, change in means.loss_change.items() if change > limit]
+        rises = f"; it rises in {(steps > 0).sum()} of {len(steps)} steps of the weight" if len(steps) else ""
+        pays = f"validation loss is above the gate's +{100 * limit:g}% at {', '.join(costly)}" if costly else f"validation loss stays within the gate's +{100 * limit:g}% at every weight"
+        seeds = part.seed.nunique()
+        sentences.append(f"Gradient {gradient}: the gain in hit@k at h = {deepest} is {path} points{rises}; {pays} "
+                         f"({'a single seed, exploratory' if seeds == 1 else f'means of {seeds} seeds'}).")  # fmt: skip
+    return sentences
+
+
 def say_convergence(arms: Sequence[Mapping]) -> str:
     """Whether every post-hoc fit converged by its rule; those that did not are named."""
     fits, stopped = sum(len(row["converged"]) for row in arms), experiments.unconverged(arms)

@@ -119,6 +119,35 @@ def frontier(table: pd.DataFrame, *, gate: float) -> Figure:
 
 
 @_styled
+def dose(table: pd.DataFrame, *, gate: float) -> Figure:
+    """Columns dose, horizon, gain (hit@k above the paired baseline's), loss_change (fraction); an arm is a gradient mode.
+
+    One panel per horizon for the gain, and one for the loss with the quality gate, all over the dose on a log axis.
+    """
+    horizons, looks = sorted(table.horizon.unique()), _looks(table)
+    figure, axes = _panels(len(horizons) + 1, height=3.3, width=2.4, sharey=False)
+    panels = [(ax, table[table.horizon == h], "gain", f"h = {h}") for ax, h in zip(axes, horizons)]
+    panels.append((axes[-1], table[table.horizon == horizons[0]], "loss_change", "quality"))
+    for ax, part, value, title in panels:
+        ax.axhline(0, color="#bbbbbb", linewidth=1)
+        for arm, look in looks.items():
+            mine = part[part.arm == arm]
+            doses = sorted(mine.dose.unique())
+            means = [_point(ax, d, 100 * mine[mine.dose == d][value], look, log=True) for d in doses]
+            ax.plot(doses, means, color=look["color"], linestyle=look["linestyle"], linewidth=1)
+        ax.set_xscale("log")
+        ax.set(title=title, xlabel="weight lambda", xticks=sorted(table.dose.unique()), xticklabels=[f"{d:g}" for d in sorted(table.dose.unique())])
+        ax.minorticks_off()
+    for ax in axes[1:-1]:
+        ax.sharey(axes[0])
+    axes[0].set_ylabel("gain in hit@k (points)")
+    axes[-1].set_ylabel("validation loss against\nthe baseline's (%)")
+    axes[-1].axhline(100 * gate, **GATE)
+    _legend(figure, table, [Line2D([], [], **GATE, label="quality gate")])
+    return figure
+
+
+@_styled
 def convergence(curves: pd.DataFrame) -> Figure:
     """Columns predictor, step, dev_hit: each post-hoc fit's held-out curve to its end (a marker), one line per arm and seed."""
     predictors = list(dict.fromkeys(curves.predictor))
@@ -268,8 +297,8 @@ def _dodged(table, spread: float = 0.5, looks=None):
     return [(float(x), arm, looks[arm]) for x, arm in zip(offsets, arms)]
 
 
-def _point(ax, at, values, look, *, small=False, horizontal=False, interval=True) -> float:
-    """Every seed open beside the position, the mean filled with its interval on it; returns the mean."""
+def _point(ax, at, values, look, *, small=False, horizontal=False, interval=True, log=False) -> float:
+    """Every seed open beside the position (on a log axis, by a factor), the mean filled with its interval on it; returns the mean."""
     effect = stats.over_seeds(dict(enumerate(values)))
     size, step = (3.5, 0.06) if small else (5.5, 0.1)
 
@@ -277,7 +306,8 @@ def _point(ax, at, values, look, *, small=False, horizontal=False, interval=True
         return (value, position) if horizontal else (position, value)
 
     seeds = np.asarray(values, dtype=float)
-    ax.plot(*xy(np.full(len(seeds), at + step), seeds), linestyle="none", marker=look["marker"], markersize=size - 1.5,
+    beside = at * (1 + step) if log else at + step
+    ax.plot(*xy(np.full(len(seeds), beside), seeds), linestyle="none", marker=look["marker"], markersize=size - 1.5,
             markerfacecolor="white", markeredgecolor=look["color"], markeredgewidth=0.8, zorder=3)  # fmt: skip
     if effect.ci95 and interval:
         ax.plot(*xy([at, at], list(effect.ci95)), color=look["color"], linewidth=1.6, solid_capstyle="butt", zorder=3)

@@ -79,6 +79,16 @@ def horizons_varied(p: Mapping) -> dict[str, Pairs]:
     return variations(p["explanations"], {"lambda_pred": p["lambda_pred"]}, p["seeds"], **_shared(p))
 
 
+def dose(p: Mapping) -> dict[str, Pairs]:
+    """03_dose: the baseline and every weight under every gradient mode; the modes after the first on fewer seeds."""
+    groups = {"baseline": run_configs({"baseline": BASELINE}, p["seeds"], **_shared(p))}
+    for gradient in p["gradients"]:
+        arms = {f"{gradient} {weight:g}": {"lambda_pred": weight, "target": p["target"], "gradient": gradient} for weight in p["lambdas"] if weight}
+        seeds = p["seeds"] if gradient == p["gradients"][0] else p["seeds"][: p["other_seeds"]]
+        groups[gradient] = run_configs(arms, seeds, **_shared(p))
+    return groups
+
+
 def _shared(p: Mapping) -> dict:
     return {"tier": p["tier"], "horizons": p["horizons"], "changes": {"train": p["train"], "data": p["data"]}}
 
@@ -87,6 +97,7 @@ def _shared(p: Mapping) -> dict:
 STUDIES: dict[str, tuple[Callable[[Mapping], dict[str, Pairs]], ...]] = {
     "01_mechanism": (mechanism,),
     "02_horizons": (horizons, horizons_varied),
+    "03_dose": (dose,),
 }
 
 

@@ -11,6 +11,7 @@ from fake_measurements import study
 from predmoe import experiments, plots, results
 
 ARMS = study()
+DOSES = study(arms={"baseline": 0.0, "input 0.03": 0.2, "input 0.3": 1.0, "input 1": 1.5}) + study(seeds=(0,), arms={"both 0.3": 1.2, "both 1": 1.6})
 
 
 def curves():
@@ -35,6 +36,7 @@ FIGURES = {
     "forest": lambda arms=ARMS: plots.forest(experiments.forest_table(
         experiments.hit_effects(arms, "joint", "baseline", predictors=["linear", "ranking"]), experiments.reference_effects())),
     "frontier": lambda arms=ARMS: plots.frontier(experiments.tradeoff(arms, "ranking"), gate=0.005),
+    "dose": lambda arms=None: plots.dose(experiments.doses(DOSES, "ranking"), gate=0.005),
     "convergence": lambda arms=ARMS: plots.convergence(experiments.posthoc_curves(arms)),
     "layers": lambda arms=ARMS: plots.layers(experiments.per_layer(arms, "ranking")),
     "domains": lambda arms=ARMS: plots.domains(experiments.gains(experiments.per_domain(arms, "ranking"))),

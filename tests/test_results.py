@@ -325,6 +325,28 @@ def test_domain_gains_are_weighted_by_tokens():
     assert gains["code"] == pytest.approx((30 * 0.1 + 10 * 0.4) / 40) and gains["plays"] == pytest.approx(-0.1)
 
 
+def test_doses_and_what_is_said_of_them_by_hand():
+    arms = study(seeds=(0, 1), arms={"baseline": 0.0, "input 0.1": 0.5, "input 1": 2.0}) + study(seeds=(0,), arms={"both 1": 1.0})
+    for row in arms:
+        row["val_loss"] = 4.0 * {"baseline": 1.0, "input 0.1": 1.004, "input 1": 1.02, "both 1": 0.99}[row["arm"]]
+        row["hit"]["ranking"]["4"] = 0.7 + {"baseline": 0.0, "input 0.1": 0.01, "input 1": 0.04, "both 1": 0.02}[row["arm"]]
+    table = experiments.doses(arms, "ranking")
+    deepest = table[table.horizon == 4].set_index(["arm", "dose", "seed"])
+    assert deepest.gain["input", 1.0, 1] == pytest.approx(0.04) and deepest.loss_change["input", 0.1, 0] == pytest.approx(0.004)
+    first, second = findings.say_doses(table)
+    assert first == ("Gradient input: the gain in hit@k at h = 4 is +1.0 at 0.1, +4.0 at 1 points; it rises in 1 of 1 steps of the weight; "
+                     "validation loss is above the gate's +0.5% at 1 (+2.0%) (means of 2 seeds).")  # fmt: skip
+    assert "stays within the gate's +0.5% at every weight (a single seed, exploratory)" in second
+
+
+def test_an_arm_with_fewer_seeds_is_paired_with_those_of_the_control_and_never_the_other_way_round():
+    arms = study(seeds=(0, 1, 2), arms={"baseline": 0.0}) + study(seeds=(0, 1), arms={"joint": 1.0})
+    (effect,) = experiments.hit_effects(arms, "joint", "baseline", predictors=["ranking"], horizons=[1])
+    assert effect["n"] == 2 and experiments.gates(arms)[0]["arm"] == "joint"
+    with pytest.raises(ValueError, match="needs the same"):
+        experiments.hit_effects(arms, "baseline", "joint", predictors=["ranking"], horizons=[1])
+
+
 def test_choose_takes_the_largest_gain_among_those_that_pass_the_gate():
     arms = study((7, 8), {"baseline": 0.0, "a": 0.5, "b": 1.0, "c": 2.0})
     for row in arms:

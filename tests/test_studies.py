@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from predmoe import cli, config, execute, plan, runs, studies
+from predmoe import cli, config, execute, paths, plan, runs, studies
 from predmoe.config import ConfigError, to_dict
 
 SHARED = {"tier": "smoke", "horizons": [1], "changes": {"train": {"threads": 2}, "data": {}}}
@@ -44,6 +44,16 @@ def test_the_committed_selection_has_several_candidates():
     assert len(parameters["selection_objectives"]) >= 2 and not set(parameters["seeds"]) & set(parameters["selection_seeds"])
 
 
+def test_other_weights_add_only_their_own_models():
+    parameters = execute.check(paths.NOTEBOOKS / "03_dose.ipynb", {})
+    before, after = (
+        {run.hash for _, run in studies.pairs_of("03_dose", parameters | {"lambdas": lambdas, "gradients": ["input"]})} for lambdas in ([0.0, 0.3], [0.0, 0.3, 0.2])
+    )
+    assert before < after and len(after - before) == 1
+    (joint,) = (run.hash for arm, run in studies.pairs_of("01_mechanism", execute.check(paths.NOTEBOOKS / "01_mechanism.ipynb", {"seeds": [0]})) if arm == "joint")
+    assert joint in before  # shared with the other notebooks
+
+
 # --- the plan ----------------------------------------------------------------------------------------------------------
 
 def measured(store, item, *, train=120.0, posthoc=24.0):
@@ -55,10 +65,10 @@ def measured(store, item, *, train=120.0, posthoc=24.0):
 
 def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_path):
     items = plan.plan("smoke", store=tmp_path)
-    assert len({item.run.hash for item in items}) == len(items) == 9
-    assert {item.notebooks for item in items} == {("01_mechanism", "02_horizons"), ("02_horizons",)}
+    assert len({item.run.hash for item in items}) == len(items) == 11
+    assert items[0].notebooks == ("01_mechanism", "02_horizons", "03_dose") and ("02_horizons",) in [item.notebooks for item in items]
     assert all(item.state == "missing" and item.seconds is None for item in items)
-    assert "9 of 9 runs are missing; about unknown hours" in plan.tell(items, 2)
+    assert "11 of 11 runs are missing; about unknown hours" in plan.tell(items, 2)
 
 
 def test_time_left_is_what_like_runs_took(tmp_path):
@@ -70,7 +80,7 @@ def test_time_left_is_what_like_runs_took(tmp_path):
     assert [item.state for item in items[:3]] == ["done", "part", "missing"]
     assert [item.seconds for item in items[:3]] == pytest.approx([0.0, 90.0 + 24.0, 144.0])
     text = plan.tell(items, 2)
-    assert "8 of 9 runs are missing; about 0.2 hours with 2 side by side" in text and first.run.hash not in text and f"{second.run.hash}  part" in text
+    assert "10 of 11 runs are missing; about 0.2 hours with 2 side by side" in text and first.run.hash not in text and f"{second.run.hash}  part" in text
 
 
 def test_a_larger_model_is_estimated_by_its_active_parameters(tmp_path):
