@@ -126,6 +126,8 @@ def dose(table: pd.DataFrame, *, gate: float) -> Figure:
     """
     horizons, looks = sorted(table.horizon.unique()), _looks(table)
     figure, axes = _panels(len(horizons) + 1, height=3.3, width=2.4, sharey=False)
+    for ax in axes[1:-1]:
+        ax.sharey(axes[0])
     panels = [(ax, table[table.horizon == h], "gain", f"h = {h}") for ax, h in zip(axes, horizons)]
     panels.append((axes[-1], table[table.horizon == horizons[0]], "loss_change", "quality"))
     for ax, part, value, title in panels:
@@ -136,10 +138,9 @@ def dose(table: pd.DataFrame, *, gate: float) -> Figure:
             means = [_point(ax, d, 100 * mine[mine.dose == d][value], look, log=True) for d in doses]
             ax.plot(doses, means, color=look["color"], linestyle=look["linestyle"], linewidth=1)
         ax.set_xscale("log")
+        ax.margins(x=0.12)
         ax.set(title=title, xlabel="weight lambda", xticks=sorted(table.dose.unique()), xticklabels=[f"{d:g}" for d in sorted(table.dose.unique())])
         ax.minorticks_off()
-    for ax in axes[1:-1]:
-        ax.sharey(axes[0])
     axes[0].set_ylabel("gain in hit@k (points)")
     axes[-1].set_ylabel("validation loss against\nthe baseline's (%)")
     axes[-1].axhline(100 * gate, **GATE)
