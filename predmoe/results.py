@@ -166,6 +166,11 @@ def reference() -> dict:
     return json.loads((ASSETS / "reference.json").read_text())
 
 
+def field() -> dict:
+    """What others have published about an engine that reads experts from disk (assets/field.json), with its source."""
+    return json.loads((ASSETS / "field.json").read_text())
+
+
 # --- claims ------------------------------------------------------------------------------------------------------------
 
 def update_claims(profile: str) -> list[dict]:
