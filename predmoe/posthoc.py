@@ -7,9 +7,11 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from predmoe.config import PREDICTORS, PosthocConfig, PredictorConfig, RunConfig, to_dict
@@ -53,6 +55,27 @@ def capture(model: MoEModel, windows, *, batch_size: int = 32, autocast: torch.d
         hidden[rows] = stack(routing, "hidden_ND").transpose(0, 1).to("cpu", torch.float16)
         experts[rows] = stack(routing, "experts_NK").transpose(0, 1).to("cpu", ids)
     return Activations(hidden, experts, torch.as_tensor(windows[:, :-1]).reshape(-1).long())
+
+
+def training_activations(model: MoEModel, run: RunConfig, tokens: Tokens, config: PosthocConfig) -> Activations:
+    """Activations on the training text that predictors are fitted on and lookups counted from."""
+    T = run.model.context
+    autocast = torch.bfloat16 if run.train.dtype == "bfloat16" else None
+    return capture(model, tokens.stream(ACTIVATION_ORDER, run.data.shuffle_buffer).batch(0, max(1, config.tokens // T), T), autocast=autocast)
+
+
+def heads_file(folder: Path, name: str, kind: str) -> Path:
+    """Where the fitted heads of measurement `name` lie in a run's folder: beside the checkpoint, never in git."""
+    return folder / "checkpoint" / f"{name}_{kind}.safetensors"
+
+
+def load_heads(folder: Path, name: str, run: RunConfig) -> dict[str, Predictor]:
+    """The post-hoc predictors of measurement `name`, by kind, as they were fitted."""
+    fitted = {}
+    for kind in PREDICTORS:
+        fitted[kind] = new_predictor(PredictorConfig(kind=kind, horizons=run.predictor.horizons), run.model)
+        fitted[kind].load_state_dict(load_file(heads_file(folder, name, kind)))
+    return fitted
 
 
 def token_counts(activations: Activations, vocab_size: int, num_experts: int) -> Tensor:
@@ -135,8 +158,7 @@ def measure(model: MoEModel, cotrained: Predictor | None, run: RunConfig, tokens
     T, horizons = run.model.context, run.predictor.horizons
     started = time.perf_counter()
     progress("caching activations")
-    stream = tokens.stream(ACTIVATION_ORDER, run.data.shuffle_buffer)
-    train = capture(model, stream.batch(0, max(1, config.tokens // T), T), autocast=autocast)
+    train = training_activations(model, run, tokens, config)
     dev = capture(model, tokens.dev(T).tokens, autocast=autocast)
     fitted, curves, converged, seconds = {}, {}, {}, {"capture": time.perf_counter() - started}
     for kind in PREDICTORS:

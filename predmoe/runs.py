@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from predmoe.config import ConfigError, PosthocConfig, RunConfig, build, stable_hash, to_dict
+from predmoe.config import PREDICTORS, ConfigError, PosthocConfig, RunConfig, build, stable_hash, to_dict
+from predmoe.posthoc import heads_file
 from predmoe.train import is_complete, write_json
 
 POLL_SECONDS = 0.5
@@ -55,6 +56,10 @@ class Run:
         source = self.path / f"{posthoc_name(posthoc)}.json"
         return json.loads(source.read_text()) if source.exists() else None
 
+    def has_heads(self, posthoc: PosthocConfig) -> bool:
+        """Whether the checkpoint and the post-hoc heads of a measurement are there: a clone of a repository has neither."""
+        return self.has_checkpoint and all(heads_file(self.path, posthoc_name(posthoc), kind).exists() for kind in PREDICTORS)
+
 
 def posthoc_name(posthoc: PosthocConfig) -> str:
     return f"posthoc-{stable_hash(posthoc)}"
@@ -84,6 +89,18 @@ def get_or_train(config: RunConfig, *, store: Path, report=print) -> Run:
     run = open_run(config, store)
     if not run.has_checkpoint:
         _work([(run, None)], parallel=1, report=report)
+    return run
+
+
+def get_or_fit(config: RunConfig, posthoc: PosthocConfig, *, store: Path, report=print) -> Run:
+    """The finished run of `config` with its checkpoint and its post-hoc heads; what is missing is made in a child process.
+
+    A measurement that is there is not changed by fitting its heads again.
+    """
+    run = open_run(config, store)
+    if not run.has_heads(posthoc):
+        write_json(run.path / f"{posthoc_name(posthoc)}.config.json", to_dict(posthoc))
+        _work([(run, posthoc)], parallel=1, report=report)
     return run
 
 

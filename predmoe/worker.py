@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from predmoe import provenance
-from predmoe.config import ConfigError, PosthocConfig, RunConfig, build
+from predmoe.config import PREDICTORS, ConfigError, PosthocConfig, RunConfig, build
 from predmoe.data import prepare
 from predmoe.locking import FolderLock
 from predmoe.model import load_checkpoint
-from predmoe.posthoc import measure
+from predmoe.posthoc import heads_file, measure
 from predmoe.train import CHECKPOINT_SECONDS, Trainer, TrainingError, check_device, is_complete, load_predictor, write_json
 
 
@@ -37,7 +37,10 @@ def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKP
 
 
 def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target: Path, *, progress=print) -> None:
-    """Write the measurement of a finished run to `target`, and the fitted heads beside the checkpoint."""
+    """Write the measurement of a finished run to `target`, and the fitted heads beside the checkpoint.
+
+    A measurement that is there already stays: in a clone of a repository it is there and its heads are not.
+    """
     check_device(config.train.device)
     torch.set_num_threads(config.train.threads)
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
@@ -51,8 +54,12 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
     result["provenance"] = json.loads((folder / "provenance.json").read_text())
     result["measured_by"] = provenance.capture()
     for kind, predictor in fitted.items():
-        save_file(predictor.state_dict(), folder / "checkpoint" / f"{target.stem}_{kind}.safetensors")
-    write_json(target, result)
+        final = heads_file(folder, target.stem, kind)
+        partial = final.with_suffix(".partial")
+        save_file(predictor.state_dict(), partial)
+        partial.replace(final)
+    if not target.exists():
+        write_json(target, result)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         with FolderLock(folder, waiting=lambda who: say(f"waiting: {who} works on this run")):
             train(folder, config, checkpoint_seconds=options.checkpoint_seconds, progress=say)
             target = folder / f"{options.posthoc}.json"
-            if options.posthoc and not target.exists():
+            if options.posthoc and not (target.exists() and all(heads_file(folder, options.posthoc, kind).exists() for kind in PREDICTORS)):
                 posthoc = build(PosthocConfig, json.loads((folder / f"{options.posthoc}.config.json").read_text()))
                 measure_run(folder, config, posthoc, target, progress=say)
     except (ConfigError, TrainingError) as error:

@@ -16,8 +16,9 @@ import torch
 from test_train import finished, folder_of, lines, results, tiny, write_corpus
 
 from predmoe import runs, worker
-from predmoe.config import ConfigError, PosthocConfig, PredictorConfig
-from predmoe.runs import RunFailed, get_or_measure, get_or_train, open_run, posthoc_name
+from predmoe.config import PREDICTORS, ConfigError, PosthocConfig, PredictorConfig
+from predmoe.posthoc import heads_file, load_heads
+from predmoe.runs import RunFailed, get_or_fit, get_or_measure, get_or_train, open_run, posthoc_name
 from predmoe.train import Trainer
 
 POSTHOC = PosthocConfig(tokens=512, batch_tokens=128, eval_every=10, max_steps=40, patience=1)
@@ -115,6 +116,23 @@ def test_a_missing_checkpoint_is_trained_again_to_the_same_bits(pair, measured, 
     trained = results(folder)
     assert trained == {name: value for name, value in results(measured[0] / pair[0].hash).items() if name in trained}
     assert {"model.safetensors", "predictor.safetensors", "metrics.jsonl"} <= trained.keys()
+
+
+def test_fitted_heads_are_kept_and_asking_again_starts_nothing(pair, measured, no_children):
+    run = get_or_fit(pair[0], POSTHOC, store=measured[0])
+    heads = load_heads(run.path, posthoc_name(POSTHOC), pair[0])
+    assert run.has_heads(POSTHOC) and list(heads) == ["linear", "ranking"] and heads["ranking"].config.horizons == pair[0].predictor.horizons
+
+
+def test_missing_heads_are_fitted_again_to_the_same_bits_and_the_measurement_stays(pair, measured, tmp_path):
+    folder = shutil.copytree(measured[0] / pair[1].hash, tmp_path / pair[1].hash)
+    name = posthoc_name(POSTHOC)
+    heads = {kind: heads_file(folder, name, kind).read_bytes() for kind in PREDICTORS}
+    heads_file(folder, name, "ranking").unlink()
+    before = (folder / f"{name}.json").read_bytes()
+    run = get_or_fit(pair[1], POSTHOC, store=tmp_path, report=lambda line: None)
+    assert {kind: heads_file(folder, name, kind).read_bytes() for kind in PREDICTORS} == heads
+    assert run.has_heads(POSTHOC) and (folder / f"{name}.json").read_bytes() == before and not list(folder.rglob("*.partial"))
 
 
 def test_a_run_is_found_by_its_configuration(pair, measured, corpus):

@@ -81,7 +81,8 @@ class Prediction:
     """What one predictor said, one entry per (token, layer) at which it was asked.
 
     `experts_NLM` at [n, l] are guesses, best first, for layer l + horizon of the same token; where that is past the last
-    layer, for layer l + horizon - L of the next token of the same sequence. ABSENT ends a shorter list. `scores_NLM` fall.
+    layer, for layer l + horizon - L of the next token of the same sequence. ABSENT ends a shorter list. `scores_NLM` fall;
+    they are float32, or float16 where a file must be small.
     """
 
     horizon: int
@@ -204,6 +205,7 @@ def build(meta: Meta, experts_NLK, *, starts=None, phase=None, sequence=None, we
     N = len(experts)
     starts = np.arange(N + 1) if starts is None else starts
     typed = lambda array, dtype: None if array is None else np.ascontiguousarray(array, dtype)  # noqa: E731
+    score = lambda array: typed(array, np.float16 if getattr(array, "dtype", None) == np.float16 else np.float32)  # noqa: E731
     trace = Trace(
         meta,
         typed(experts, np.int16),
@@ -212,7 +214,7 @@ def build(meta: Meta, experts_NLK, *, starts=None, phase=None, sequence=None, we
         typed(np.zeros(N) if sequence is None else sequence, np.int32),
         typed(weights_NLK, np.float32),
         typed(token_ids, np.int32),
-        {(name, p.horizon): Prediction(p.horizon, typed(p.experts_NLM, np.int16), typed(p.scores_NLM, np.float32)) for name, p in predictions},
+        {(name, p.horizon): Prediction(p.horizon, typed(p.experts_NLM, np.int16), score(p.scores_NLM)) for name, p in predictions},
     )
     trace.validate(where)
     return trace
@@ -303,7 +305,7 @@ def load(path: str | os.PathLike, *, check: bool = True) -> Trace:
     return trace
 
 
-_DTYPES = {"I16": np.int16, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "F32": np.float32}
+_DTYPES = {"I16": np.int16, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "F16": np.float16, "F32": np.float32}
 
 
 def _map(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
