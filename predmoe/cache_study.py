@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from . import paths, results, traces
+from . import locality, paths, results, traces
 from .simulator import Cache, Compute, Disk, Fit, Prefetch, count, fit, replay, sweep, uses
 from .traces import COLIBRI, Accuracy, Trace
 
@@ -73,6 +73,17 @@ def replay_models(held: Mapping[str, Trace], *, shares: Sequence[float], disk: D
     return pd.concat(parts, ignore_index=True)
 
 
+def say_models(found: pd.DataFrame, share: float) -> str:
+    """Speed without prefetch, with the ranking MLP and with the oracle, on each model's own trace, and joint against baseline."""
+    at = found[found.share == share].set_index(["model", "source"]).tok_s
+    models = list(dict.fromkeys(found.model))
+    parts = [f"{model} {at[model, 'demand']:.2f} tok/s without prefetch, {at[model, 'ranking']:.2f} with the ranking MLP, {at[model, 'oracle']:.2f} with the oracle" for model in models]
+    first, last = models[0], models[-1]
+    ratio = {source: at[last, source] / at[first, source] - 1 for source in ("demand", "ranking")}
+    return (f"On our models' traces with {share:.0%} of the experts in memory: {'; '.join(parts)}. The {last} model against the {first}: {ratio['demand']:+.1%} without prefetch, "
+            f"{ratio['ranking']:+.1%} with it (one trace each, so without an interval).")  # fmt: skip
+
+
 # --- public traces --------------------------------------------------------------------------------------------------------
 
 def public_folder() -> Path | None:
@@ -96,10 +107,10 @@ def public_traces(folder: Path, *, sequences: int, seed: int = 0) -> dict[str, T
 
 
 def hit_curves(held: Mapping[str, Trace], shares: Sequence[float], *, policies: Iterable[str] = POLICIES, progress: bool = True) -> pd.DataFrame:
-    """Columns model, policy, share, slots, hit_rate: hits of the decode passes by cache size (share of all experts, in equal slots).
+    """Columns model, policy, share, slots, hit_rate (decode passes), hit_all (prefill too), by cache size (share of all experts, in equal slots).
 
-    Belady sees the future and is the bound. "half pinned" keeps the experts most used in the first half of the trace in half of the
-    slots. Sizes at which a policy cannot hold one top-k set are left out.
+    Belady sees the future and is the bound of all that start cold. "half pinned" does not: half of its slots hold, from before the first
+    token, the experts most used in the first half of the trace. Sizes at which a policy cannot hold one top-k set are left out.
     """
     jobs = [(model, policy, share) for model in held for policy in policies for share in shares]
     rows = []
@@ -111,16 +122,36 @@ def hit_curves(held: Mapping[str, Trace], shares: Sequence[float], *, policies: 
         if slots - pinned < trace.meta.top_k:
             continue
         usage = uses(trace.passes(0, max(1, trace.num_passes // 2))) if pinned else None
-        hit = count(trace, Cache(slots=slots, pinned=pinned, **settings), usage=usage).decode.hit_rate
-        rows.append({"model": model, "policy": policy, "share": share, "slots": slots * groups, "hit_rate": hit})
+        counted = count(trace, Cache(slots=slots, pinned=pinned, **settings), usage=usage)
+        rows.append({"model": model, "policy": policy, "share": share, "slots": slots * groups, "hit_rate": counted.decode.hit_rate, "hit_all": counted.hit_rate})
     return pd.DataFrame(rows)
 
 
+def above_belady(curves: pd.DataFrame) -> pd.DataFrame:
+    """The rows in which a policy that starts cold hits more than Belady over the whole trace, prefill included: there must be none."""
+    bound = curves[curves.policy == "Belady"].set_index(["model", "share"]).hit_all.rename("bound")
+    return curves[curves.policy != HALF_PINNED].join(bound, on=["model", "share"]).query("hit_all > bound + 1e-12")
+
+
+def locality_table(held: Mapping[str, Trace], m: int = 16) -> pd.DataFrame:
+    """Per model: SRP and SCH over segments of m tokens, reuse, switch rate, and hit rates of a cache of twice a token's experts."""
+    return pd.DataFrame([{"model": model} | locality.locality(trace, m) for model, trace in held.items()])
+
+
 def best_policy(curves: pd.DataFrame) -> pd.DataFrame:
-    """Per model and share: the best policy that does not see the future, its hit rate, plain LRU's, and Belady's."""
+    """Per model and share: the best policy that starts cold and does not see the future, its hit rate, plain LRU's, and Belady's."""
     wide = curves.pivot_table(index=["model", "share"], columns="policy", values="hit_rate", sort=False)
-    real = wide.drop(columns="Belady").fillna(-1.0)
+    real = wide.drop(columns=["Belady", HALF_PINNED], errors="ignore").fillna(-1.0)
     return pd.DataFrame({"best": real.idxmax(axis=1), "best_hit": real.max(axis=1), "lru_hit": wide["LRU"], "belady_hit": wide["Belady"]}).reset_index()
+
+
+def say_policies(best: pd.DataFrame) -> str:
+    """Per model, at the cache size nearest to a quarter of the experts: LRU, the best policy that does not see the future, and the bound."""
+    share = min(best.share.unique(), key=lambda value: abs(value - 0.25))
+    parts = [f"{row.model} LRU {row.lru_hit:.1%}, best {row.best} {row.best_hit:.1%}, Belady {row.belady_hit:.1%}" for row in best[best.share == share].itertuples()]
+    gap = best.assign(gap=best.belady_hit - best.best_hit).groupby("model", sort=False).gap.mean()
+    return (f"With {share:.0%} of the experts in memory: {'; '.join(parts)}. Between the best policy and Belady lie on average "
+            f"{', '.join(f'{100 * gap[model]:.0f} points ({model})' for model in gap.index)}.")  # fmt: skip
 
 
 # --- an engine's own timings -----------------------------------------------------------------------------------------------
@@ -203,10 +234,28 @@ def _colibri_prefetch(tokens: int, warmup: int, seed: int) -> pd.DataFrame:
     return frame
 
 
+def say_machines(machines: pd.DataFrame) -> str:
+    """How many published points lie inside the simulated range, and which do not."""
+    parts = []
+    for name, what in (("hit", "hit rates"), ("tok_s", "speeds")):
+        verdicts = machines[f"{name}_verdict"]
+        off = "; ".join(f"{machine}: {verdict}" for machine, verdict in zip(machines.machine, verdicts) if verdict != "inside")
+        parts.append(f"{int((verdicts == 'inside').sum())} of {len(machines)} published {what} lie inside the simulated range" + (f" ({off})" if off else ""))
+    return f"Of Colibri's machines {', and '.join(parts)}."
+
+
+def say_prefetch(guarded: pd.DataFrame) -> str:
+    """Direction and size of what prefetching changes, published and here."""
+    parts = [f"{row.prefetch}: bytes {row.mb_change_published:+.0%} published, {row.mb_change_here:+.0%} here; wait {row.wait_change_published:+.0%} and {row.wait_change_here:+.0%}"
+             for row in guarded[1:].itertuples()]  # fmt: skip
+    first = guarded.iloc[0]
+    return f"Colibri's prefetch, against none (hits {first.hit_published:.0%} published, {first.hit_here:.0%} here): {'. '.join(parts)}."
+
+
 def _fits(published: float, low: float, high: float) -> str:
     """Where a published value lies against a simulated range, and how far off."""
     if low <= published <= high:
         return "inside"
     if published > high:
-        return f"published is {published / high:.1f} times the highest"
-    return f"published is {low / published:.1f} times below the lowest" if published else "published is 0"
+        return f"published is {published / high:.2f} times the highest simulated"
+    return f"published is {published / low:.2f} times the lowest simulated"

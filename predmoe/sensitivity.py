@@ -6,8 +6,10 @@ All on the Colibri-like geometry, with synthetic routing (`traces.synthetic`, or
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -16,13 +18,21 @@ from tqdm.auto import tqdm
 
 from . import reference_table as table
 from . import stats, traces
-from .simulator import Cache, Compute, Disk, Prefetch, replay, sweep
+from .simulator import Cache, Compute, Disk, Prefetch, SimulationWarning, replay, sweep
 from .traces import ABSENT, COLIBRI, Accuracy, Prediction, Trace
 
 REUSE = 0.35   # the middle of what is published for GLM-5.2 (assets/field.json)
 LAYER_MS = 4.0
 COMPUTE = Compute(attention_ms=0.0, expert_ms=0.0, shared_ms=LAYER_MS)
 HARMLESS = 0.005   # a gain within +-0.5% counts as none
+
+
+@contextlib.contextmanager
+def _nothing_issued_is_an_answer():
+    """Where no read fits, a guard rightly issues nothing: the table's column `issued` says so, and no warning is needed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SimulationWarning)
+        yield
 
 
 def read_ms(latency_ms, gb_per_s, expert_bytes: int = COLIBRI["expert_bytes"]):
@@ -34,7 +44,7 @@ def read_ms(latency_ms, gb_per_s, expert_bytes: int = COLIBRI["expert_bytes"]):
 
 def advantage(accuracies_of: Mapping[int, Mapping[str, float]], *, bandwidths: Sequence[float], variants: Iterable[str], predictors: Sequence[str] = ("linear",),
               tokens: int, warmup: int, progress: bool = True) -> pd.DataFrame:  # fmt: skip
-    """The joint model's gain in tok/s over the baseline's on disks of several bandwidths: columns variant, predictor, seed, gb_per_s, read_ms, fits, gain.
+    """The joint model's gain in tok/s over the baseline's on disks of several bandwidths: columns variant, predictor, seed, gb_per_s, read_ms, fits, gain, issued (the joint model's prefetches).
 
     `fits`: a read takes no longer than a layer, so that a prefetch can hide behind it.
     """
@@ -42,11 +52,13 @@ def advantage(accuracies_of: Mapping[int, Mapping[str, float]], *, bandwidths: S
     arms = [f"{model}-{predictor}" for predictor in predictors for model in ("baseline", "joint")]
     for gb_per_s in tqdm(bandwidths, unit="disk", disable=not progress):
         disk = dataclasses.replace(table.DISK, gb_per_s=gb_per_s)
-        found = table.table(accuracies_of, variants=variants, arms=arms, tokens=tokens, warmup=warmup, first_tokens=1, disk=disk, progress=False)
-        speed = found.set_index(["variant", "seed", "arm"]).tok_s
+        with _nothing_issued_is_an_answer():
+            found = table.table(accuracies_of, variants=variants, arms=arms, tokens=tokens, warmup=warmup, first_tokens=1, disk=disk, progress=False)
+        by = found.set_index(["variant", "seed", "arm"])
         read = read_ms(disk.latency_ms, gb_per_s, table.REFERENCE["expert_bytes"])
         rows += [{"variant": variant, "predictor": predictor, "seed": seed, "gb_per_s": gb_per_s, "read_ms": read, "fits": read <= LAYER_MS,
-                  "gain": speed[variant, seed, f"joint-{predictor}"] / speed[variant, seed, f"baseline-{predictor}"] - 1}
+                  "gain": by.tok_s[variant, seed, f"joint-{predictor}"] / by.tok_s[variant, seed, f"baseline-{predictor}"] - 1,
+                  "issued": int(by.issued[variant, seed, f"joint-{predictor}"])}
                  for variant in variants for seed in accuracies_of for predictor in predictors]  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -60,18 +72,32 @@ def advantage_effects(rows: pd.DataFrame, predictor: str = "linear") -> list[dic
     return found
 
 
-def say_verdicts(effects: Sequence[Mapping], variant: str, known: Mapping) -> list[str]:
-    """The reference's two sensitivity claims, each with the verdict on one variant's effects."""
-    mine = [e for e in effects if e["variant"] == variant]
-    as_effect = lambda e: stats.Effect(**{f.name: e[f.name] for f in dataclasses.fields(stats.Effect)})  # noqa: E731
-    inside, beyond = ([as_effect(e) for e in mine if e["fits"] is fits] for fits in (True, False))
-    expected = float(np.mean(known["fits"]))
-    first = stats.verdict(inside, [expected] * len(inside))
-    second = stats.verdict_absent([e for e in beyond if f"{known['beyond_gb_per_s']:g} GB/s" in e.name], HARMLESS)
-    spread = lambda found: f"{100 * min(e.mean for e in found):+.2f}% to {100 * max(e.mean for e in found):+.2f}%" if found else "not simulated"  # noqa: E731
-    return [f"{variant}: where a read fits into a layer the joint model gains {spread(inside)} (published {100 * known['fits'][0]:+.1f}% to "
-            f"{100 * known['fits'][1]:+.1f}%): {first.word} ({first.why}); where it does not, {spread(beyond)}, and none at "
-            f"{known['beyond_gb_per_s']} GB/s is {second.word} ({second.why})."]  # fmt: skip
+def say_verdicts(effects: Sequence[Mapping], variant: str, known: Mapping, whose: str) -> str:
+    """The reference's two sensitivity claims, each with its verdict, on one variant's effects and `whose` accuracies."""
+    found = {fits: [_effect(e) for e in effects if e["variant"] == variant and e["fits"] is fits] for fits in (True, False)}
+    named = [e for e in effects if e["variant"] == variant and e["gb_per_s"] == known["beyond_gb_per_s"]]
+    if not found[True] or not named:
+        raise ValueError(f"the disks must include {known['beyond_gb_per_s']} GB/s and one on which a read fits into a layer")
+    gains = [100 * e.mean for e in found[True]]
+    first = stats.verdict(found[True], [float(np.mean(known["fits"]))] * len(found[True]))
+    second = stats.verdict_absent([_effect(e) for e in named], HARMLESS)
+    return (f"With {whose}, {variant}: where a read fits into a layer the joint model gains {min(gains):+.2f}% to {max(gains):+.2f}% (published {100 * known['fits'][0]:+.1f}% to "
+            f"{100 * known['fits'][1]:+.1f}%; {first.word}: {first.why}); at {known['beyond_gb_per_s']} GB/s, where it does not, {100 * named[0]['mean']:+.2f}% (published: none; "
+            f"{second.word}: {second.why}).")  # fmt: skip
+
+
+def _effect(found: Mapping) -> stats.Effect:
+    return stats.Effect(**{field.name: found[field.name] for field in dataclasses.fields(stats.Effect)})
+
+
+def with_gains(records: Sequence[Mapping], rows: pd.DataFrame, beyond_gb_per_s: float) -> list[dict]:
+    """Arm records with gain_over_baseline added to joint-linear's, per seed: "fits", the mean over the disks on which a read fits into a layer,
+    and "beyond", that at `beyond_gb_per_s`. `rows`: `advantage` of one variant."""
+    linear = rows[rows.predictor == "linear"]
+    fits = linear[linear.fits].groupby("seed").gain.mean()
+    beyond = linear[linear.gb_per_s == beyond_gb_per_s].groupby("seed").gain.mean()
+    extra = lambda row: {"gain_over_baseline": {"fits": float(fits[row["seed"]]), "beyond": float(beyond[row["seed"]])}}  # noqa: E731
+    return [{**row, **(extra(row) if row["arm"] == "joint-linear" else {})} for row in records]
 
 
 # --- waiting: first token, median, tail ------------------------------------------------------------------------------------------
@@ -88,6 +114,14 @@ def waiting(accuracies: Mapping[str, Mapping[int, float]], *, prompt: int, token
     return pd.DataFrame(rows)
 
 
+def say_prompt(rows: pd.DataFrame, arm: str) -> str:
+    """What an arm and the oracle save of the time to first token, by length of the prompt."""
+    mean = rows.groupby(["prompt", "arm"]).ttft_ms.mean()
+    parts = [f"with {f'a prompt of {prompt} tokens' if prompt else 'no prompt'} {mean[prompt, 'demand']:.0f} ms, {arm} {mean[prompt, arm] / mean[prompt, 'demand'] - 1:+.1%}, "
+             f"oracle {mean[prompt, 'oracle'] / mean[prompt, 'demand'] - 1:+.1%}" for prompt in dict.fromkeys(rows.prompt)]  # fmt: skip
+    return f"From cold, the first token takes without prefetch and with it: {'; '.join(parts)}."
+
+
 # --- latency x bandwidth x cache x horizon x over-fetch ---------------------------------------------------------------------------
 
 def grid(accuracies: Mapping[str, Mapping[int, float]], *, latencies: Sequence[float], bandwidths: Sequence[float], slots: Sequence[int], horizons: Sequence[int],
@@ -98,8 +132,9 @@ def grid(accuracies: Mapping[str, Mapping[int, float]], *, latencies: Sequence[f
     """
     predictors = {name: Accuracy(recall={h: by_horizon[h] for h in horizons}, spare=max(budgets)) for name, by_horizon in accuracies.items()}
     trace = traces.synthetic(tokens=tokens, **COLIBRI, reuse=REUSE, predictors=predictors, seed=seed)
-    found = sweep(trace, policy=["demand", *predictors], latency_ms=latencies, gb_per_s=bandwidths, slots=slots, horizon=horizons, budget=budgets, guard=guards,
-                  cache=Cache(slots=1, scope="layer"), compute=COMPUTE, warmup=warmup, progress=progress)  # fmt: skip
+    with _nothing_issued_is_an_answer():
+        found = sweep(trace, policy=["demand", *predictors], latency_ms=latencies, gb_per_s=bandwidths, slots=slots, horizon=horizons, budget=budgets, guard=guards,
+                      cache=Cache(slots=1, scope="layer"), compute=COMPUTE, warmup=warmup, progress=progress)  # fmt: skip
     disk = ["latency_ms", "gb_per_s", "slots"]
     base = found[found.policy == "demand"].set_index(disk).tok_s
     return found.assign(gain=found.tok_s.to_numpy() / base.loc[list(found[disk].itertuples(index=False, name=None))].to_numpy() - 1)
@@ -112,6 +147,26 @@ def best_settings(found: pd.DataFrame, policy: str) -> pd.DataFrame:
     best = mine.loc[groups.gain.idxmax(), ["latency_ms", "gb_per_s", "slots", "guard", "horizon", "budget", "tok_s", "gain"]]
     worst = groups.gain.min().rename("worst_gain").reset_index()
     return best.astype({"horizon": int, "budget": int}).merge(worst, on=["latency_ms", "gb_per_s", "slots"])
+
+
+def say_best(best: pd.DataFrame) -> str:
+    """The range of the best gains, and which horizons and guards they use."""
+    gains = best[best.gain > 0]
+    if not len(gains):
+        return "No setting gains on any of these disks."
+    low, high = gains.loc[gains.gain.idxmin()], gains.loc[gains.gain.idxmax()]
+    where = lambda row: f"{row.gb_per_s:g} GB/s, {row.latency_ms:g} ms, {row.slots} slots per layer"  # noqa: E731
+    horizons = ", ".join(f"h = {h} on {int((gains.horizon == h).sum())}" for h in sorted(gains.horizon.unique()))
+    return (f"With the best setting for each of {len(best)} disks and caches the gain lies between {low.gain:+.1%} ({where(low)}) and {high.gain:+.1%} ({where(high)}); best are {horizons}; "
+            f"the guard on {int((gains.guard == 'window').sum())}; over-fetching on {int((gains.budget > 0).sum())}.")  # fmt: skip
+
+
+def say_worst(found: pd.DataFrame, policy: str) -> str:
+    """How often a prefetch harms in the sweep, without guard and with it, and the worst case."""
+    mine = found[found.policy == policy]
+    parts = [f"{'without the guard' if guard == 'none' else 'with it'} {int((part.gain < 0).sum())} of {len(part)} settings, by up to {min(part.gain.min(), 0):.1%}"
+             for guard, part in mine.groupby("guard", sort=False)]  # fmt: skip
+    return f"Prefetching harms {'; '.join(parts)}."
 
 
 # --- the map: precision x recall x horizon x bandwidth ------------------------------------------------------------------------------
@@ -135,7 +190,7 @@ def at_horizons(prediction: Prediction, horizons: Iterable[int], width: int) -> 
 def gain_map(*, recalls: Sequence[float], precisions: Sequence[float], horizons: Sequence[int], bandwidths: Sequence[float], guards: Sequence[str], latency_ms: float,
              slots: int, tokens: int, warmup: int, seed: int, progress: bool = True) -> pd.DataFrame:  # fmt: skip
     """The gain in tok/s over demand alone for predictors of every recall and precision: columns guard, recall, precision, horizon, gb_per_s, gain,
-    wasted_mb. A predictor of recall r and precision p makes r * K / p guesses; its errors are near misses."""
+    wasted_mb, issued. A predictor of recall r and precision p makes r * K / p guesses; its errors are near misses."""
     K, cache = COLIBRI["top_k"], Cache(slots=slots, scope="layer")
     rows, pairs = [], list(itertools.product(recalls, precisions))
     base: dict[float, float] = {}
@@ -151,9 +206,11 @@ def gain_map(*, recalls: Sequence[float], precisions: Sequence[float], horizons:
                 base[gb_per_s] = replay(trace, cache, disk, compute=COMPUTE, warmup=warmup).tokens_per_s
             for horizon, guard in itertools.product(horizons, guards):
                 ahead = Prefetch(source="map", horizon=horizon, budget=width - K, guard=guard)
-                outcome = replay(asked, cache, disk, compute=COMPUTE, prefetch=ahead, warmup=warmup)
+                with _nothing_issued_is_an_answer():
+                    outcome = replay(asked, cache, disk, compute=COMPUTE, prefetch=ahead, warmup=warmup)
                 rows.append({"guard": guard, "recall": recall, "precision": precision, "horizon": horizon, "gb_per_s": gb_per_s,
-                             "gain": outcome.tokens_per_s / base[gb_per_s] - 1, "wasted_mb": outcome.ledger.wasted_bytes / outcome.tokens / 1e6})  # fmt: skip
+                             "gain": outcome.tokens_per_s / base[gb_per_s] - 1, "wasted_mb": outcome.ledger.wasted_bytes / outcome.tokens / 1e6,
+                             "issued": outcome.ledger.issued})  # fmt: skip
     return pd.DataFrame(rows)
 
 
@@ -176,3 +233,19 @@ def boundary(found: pd.DataFrame) -> pd.DataFrame:
             at = precision[i] + (precision[i + 1] - precision[i]) * gain[i] / (gain[i] - gain[i + 1])
         rows.append(dict(zip(["guard", "horizon", "gb_per_s", "recall"], keys)) | {"precision": float(at)})
     return pd.DataFrame(rows)
+
+
+def say_map(found: pd.DataFrame, guard: str) -> str:
+    """In how many cells prefetching harms, and how precise it must be on the slowest and the fastest disk."""
+    mine = found[found.guard == guard]
+    edges = boundary(mine)
+    near = edges[edges.horizon == edges.horizon.min()]
+
+    def at(disk):
+        values = near[near.gb_per_s == disk].precision
+        return f"{values.min():.2f} to {values.max():.2f}" if np.isfinite(values).all() else f"{values.min():.2f} or more, and at some recalls never enough"
+
+    slow, fast = near.gb_per_s.min(), near.gb_per_s.max()
+    words = {"none": "Without the guard", "window": "With the guard"}[guard]
+    return (f"{words} prefetching harms in {int((mine.gain < 0).sum())} of {len(mine)} cells of the map (gains from {mine.gain.min():+.0%} to {mine.gain.max():+.0%}); at h = {near.horizon.iloc[0]} "
+            f"it begins to gain at a precision of {at(slow)} on the {slow:g} GB/s disk and {at(fast)} on the {fast:g} GB/s disk (0: at every precision simulated).")  # fmt: skip

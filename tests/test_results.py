@@ -268,7 +268,7 @@ def test_claims_are_well_formed(spec):
     assert spec["statement"].endswith(".") and spec["notebook"] and all(re.fullmatch(r"\d\d_\w+", name) for name in spec["notebook"])
     assert ("measure" in spec) == ("rule" in spec) == ("expected" in spec) == ("unit" in spec)
     if spec.get("rule") == "direction":
-        assert len(spec["expected"]) == len(spec["measure"].get("horizons", [1]))
+        assert len(spec["expected"]) == len(spec["measure"].get("horizons") or spec["measure"].get("pairs") or [1])
 
 
 @pytest.mark.parametrize("kind", ["results", "claims"])
