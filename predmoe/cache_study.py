@@ -211,6 +211,8 @@ def colibri(tokens: int, warmup: int, seed: int = 0, progress: bool = True) -> t
                      "hit_published": float(np.mean(point["hit"])), "hit_low": min(hits), "hit_high": max(hits),
                      "tok_s_published": point["tok_s"], "tok_s_low": min(speeds), "tok_s_high": max(speeds)})  # fmt: skip
     machines = pd.DataFrame(rows)
+    cold = COLIBRI["layers"] * COLIBRI["top_k"] * known["expert_bytes"] / 1e9
+    machines["implied_gb_per_s"] = (1 - machines.hit_published) * cold * machines.tok_s_published
     for name in ("hit", "tok_s"):
         machines[f"{name}_verdict"] = [_fits(*values) for values in zip(machines[f"{name}_published"], machines[f"{name}_low"], machines[f"{name}_high"])]
     return machines, _colibri_prefetch(tokens, warmup, seed)
@@ -241,7 +243,9 @@ def say_machines(machines: pd.DataFrame) -> str:
         verdicts = machines[f"{name}_verdict"]
         off = "; ".join(f"{machine}: {verdict}" for machine, verdict in zip(machines.machine, verdicts) if verdict != "inside")
         parts.append(f"{int((verdicts == 'inside').sum())} of {len(machines)} published {what} lie inside the simulated range" + (f" ({off})" if off else ""))
-    return f"Of Colibri's machines {', and '.join(parts)}."
+    implied = machines.implied_gb_per_s / machines.gb_per_s
+    return (f"Of Colibri's machines {', and '.join(parts)}. Whatever the cache, the published hits and speeds together mean that the machines read at {implied.min():.0%} to "
+            f"{implied.max():.0%} of their disk's stated bandwidth; the simulator lets them read at all of it.")  # fmt: skip
 
 
 def say_prefetch(guarded: pd.DataFrame) -> str:

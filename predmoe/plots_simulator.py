@@ -156,7 +156,8 @@ def timeline(parts: Mapping[str, pd.DataFrame]) -> Figure:
         ax.set(title=title, yticks=[0, 1], yticklabels=["processor", "disk"], ylim=(-0.6, 1.6))
         ax.grid(visible=False)
     axes[-1].set_xlabel("time (ms); black lines: a token is done")
-    known = {text: (color, hatch) for _, color, hatch, text in TIMELINE.values()}
+    seen = {kind for rows in parts.values() for kind in rows.kind}
+    known = {text: (color, hatch) for kind, (_, color, hatch, text) in TIMELINE.items() if kind in seen}
     handles = [Patch(facecolor=color, hatch=hatch, edgecolor="white" if hatch == "///" else "#555555", linewidth=0.3, label=text) for text, (color, hatch) in known.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     return figure
