@@ -30,14 +30,15 @@ POLICY_LOOKS = {
 TIMELINE = {   # kind of a timeline row: lane, colour, hatching, what the legend says
     "demand read": ("disk", COLORS[5], "", "demand read"), "prefetch read": ("disk", COLORS[1], "///", "prefetch read"),
     "attention": ("processor", "#9a9a9a", "", "attention, head"), "head": ("processor", "#9a9a9a", "", "attention, head"),
-    "experts": ("processor", COLORS[4], "", "experts"), "stall": ("processor", "white", "....", "stall"),
+    "experts": ("processor", COLORS[4], "", "computation"), "stall": ("processor", "white", "....", "stall"),
 }  # fmt: skip
 
 
 @_styled
-def arms(table: pd.DataFrame, published: Mapping[str, Mapping[str, float]], metrics: Mapping[str, str]) -> Figure:
+def arms(table: pd.DataFrame, published: Mapping[str, Mapping[str, float]], metrics: Mapping[str, str], *, signed: bool = False) -> Figure:
     """Columns set (whose accuracies, or another condition), arm, seed and the `metrics` (column -> axis label with unit). One panel per metric, one
-    row per arm; `published`: metric -> arm -> the reference study's value, drawn where there is one."""
+    row per arm; `published`: metric -> arm -> the reference study's value, drawn where there is one;
+    `signed`: zero is marked."""
     names, sets = list(dict.fromkeys(table.arm)), list(dict.fromkeys(table.set))
     figure = Figure(figsize=(3.4 + 2.6 * len(metrics), 1.3 + 0.42 * len(names)))
     axes = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
@@ -54,6 +55,8 @@ def arms(table: pd.DataFrame, published: Mapping[str, Mapping[str, float]], metr
                 ax.plot(value, names.index(arm) - 0.36, **REFERENCE, zorder=5)
         ax.set(xlabel=label, yticks=range(len(names)), yticklabels=[ARMS.get(name, name) for name in names])
         ax.margins(x=0.08)
+        if signed:
+            ax.axvline(0, color="#555555", linewidth=1)
         ax.grid(axis="y", visible=False)
     axes[0].set_ylim(len(names) - 0.4, -0.6)
     handles = [Line2D([], [], **looks[name], label=name) for name in sets] + [Line2D([], [], **SEED, markeredgecolor="#555555", label="one seed")]
@@ -67,7 +70,7 @@ def arms(table: pd.DataFrame, published: Mapping[str, Mapping[str, float]], metr
 def hit_curves(curves: pd.DataFrame) -> Figure:
     """Columns model, policy, share (of all experts that fit in the cache), hit_rate. One panel per model."""
     models = list(dict.fromkeys(curves.model))
-    figure = Figure(figsize=(9.4, 3.0 * ((len(models) + 1) // 2) + 0.7))
+    figure = Figure(figsize=(8.4, 2.35 * ((len(models) + 1) // 2) + 0.7))
     axes = figure.subplots((len(models) + 1) // 2, 2, sharex=True, sharey=True, squeeze=False).ravel()
     policies = [name for name in POLICY_LOOKS if name in set(curves.policy)]
     for ax, model in zip(axes, models):
@@ -90,7 +93,7 @@ def hit_curves(curves: pd.DataFrame) -> Figure:
 @_styled
 def model_curves(table: pd.DataFrame) -> Figure:
     """Columns model, source, share, tok_s, wasted_mb. Left: tok/s against that of demand with the same cache; right: wasted bytes."""
-    figure = Figure(figsize=(9.4, 3.7))
+    figure = Figure(figsize=(8.6, 3.3))
     left, right = figure.subplots(1, 2)
     models, sources = list(dict.fromkeys(table.model)), [name for name in dict.fromkeys(table.source) if name != "demand"]
     for i, model in enumerate(models):
@@ -113,7 +116,7 @@ def model_curves(table: pd.DataFrame) -> Figure:
 @_styled
 def engine_fit(tokens: pd.DataFrame) -> Figure:
     """Columns token, half (fitted or predicted), measured_ms, predicted_ms, slow. Left: token by token; right: one against the other."""
-    figure = Figure(figsize=(9.6, 3.5))
+    figure = Figure(figsize=(9.2, 3.1))
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.75, 1]})
     left.plot(tokens.token, tokens.measured_ms, color=COLORS[0], linewidth=1.2)
     left.plot(tokens.token, tokens.predicted_ms, color=COLORS[1], linestyle="--", linewidth=1.6)
@@ -142,7 +145,7 @@ def engine_fit(tokens: pd.DataFrame) -> Figure:
 @_styled
 def timeline(parts: Mapping[str, pd.DataFrame]) -> Figure:
     """What disk and processor do, one panel per entry (title -> `Outcome.timeline()` of the same passes), on one time axis from the first pass's start."""
-    figure = Figure(figsize=(9.6, 1.55 * len(parts) + 0.9))
+    figure = Figure(figsize=(9.0, 1.3 * len(parts) + 0.9))
     axes = figure.subplots(len(parts), 1, sharex=True, squeeze=False)[:, 0]
     for ax, (title, rows) in zip(axes, parts.items()):
         processor = rows[~rows.kind.str.endswith("read")]
@@ -199,7 +202,7 @@ def gain_map(found: pd.DataFrame) -> Figure:
         for j, disk in enumerate(disks):
             ax, part = axes[i, j], found[(found.horizon == horizon) & (found.gb_per_s == disk)]
             z = 100 * part.pivot_table(index="recall", columns="precision", values="gain").to_numpy()
-            mesh = ax.imshow(z, origin="lower", aspect="auto", cmap="PuOr", norm=norm)
+            mesh = ax.imshow(z, origin="lower", aspect="auto", cmap=mpl.colormaps["PuOr"].resampled(17), norm=norm)
             if z.min() < 0 < z.max():
                 ax.contour(z, levels=[0], colors="black", linewidths=1.8)
             for y, x in np.ndindex(z.shape):
@@ -228,7 +231,7 @@ def bandwidth_gain(rows: pd.DataFrame, published: Mapping, layer_ms: float) -> F
     slow = [i for i, disk in enumerate(disks) if rows.loc[rows.gb_per_s == disk, "read_ms"].iloc[0] > layer_ms]
     if slow:
         ax.axvspan(-0.5, max(slow) + 0.5, color="#ececec", zorder=0)
-    for k, (variant, offset) in enumerate(zip(variants, np.linspace(-0.22, 0.22, len(variants)) if len(variants) > 1 else [0.0])):
+    for k, (variant, offset) in enumerate(zip(variants, np.linspace(-0.18, 0.14, len(variants)) if len(variants) > 1 else [0.0])):
         look = dict(color=COLORS[k % 6], marker=MARKERS[k % 6], linestyle=LINES[k % 6])
         means = [_point(ax, i + offset, 100 * rows[(rows.variant == variant) & (rows.gb_per_s == disk)].gain, look) for i, disk in enumerate(disks)]
         ax.plot(np.arange(len(disks)) + offset, means, color=look["color"], linestyle=look["linestyle"], linewidth=1)
@@ -258,7 +261,7 @@ def best_settings(best: pd.DataFrame) -> Figure:
     for ax, cache in zip(axes, caches):
         cells = best[best.slots == cache].set_index(["latency_ms", "gb_per_s"])
         z = np.array([[100 * cells.gain[latency, disk] for disk in disks] for latency in latencies])
-        mesh = ax.imshow(z, cmap="Blues", vmin=0, vmax=top, aspect="auto", origin="lower")
+        mesh = ax.imshow(z, cmap=mpl.colormaps["Blues"].resampled(12), vmin=0, vmax=top, aspect="auto", origin="lower")
         for y, latency in enumerate(latencies):
             for x, disk in enumerate(disks):
                 row = cells.loc[(latency, disk)]

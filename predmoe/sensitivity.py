@@ -53,7 +53,7 @@ def advantage(accuracies_of: Mapping[int, Mapping[str, float]], *, bandwidths: S
         made: dict[tuple, Trace] = {}
         for name, predictor in itertools.product(variants, predictors):
             variant = dataclasses.replace(table.VARIANTS[name], ever_used=False)   # waste is not asked for here
-            recipe = dict(replacement=variant.replacement, near_misses=variant.near_misses)
+            recipe = variant.recipe()
             key = tuple(recipe.values())
             if key not in made:
                 made[key] = table.routing(tokens, accuracies, seed=seed, **recipe)
@@ -243,14 +243,18 @@ def boundary(found: pd.DataFrame) -> pd.DataFrame:
 def say_map(found: pd.DataFrame, guard: str) -> str:
     """In how many cells prefetching harms, and how precise it must be on the slowest and the fastest disk."""
     mine = found[found.guard == guard]
-    edges = boundary(mine)
-    near = edges[edges.horizon == edges.horizon.min()]
+    near = mine[mine.horizon == mine.horizon.min()]
+    edges = boundary(near)
 
-    def at(disk):
-        values = near[near.gb_per_s == disk].precision
-        return f"{values.min():.2f} to {values.max():.2f}" if np.isfinite(values).all() else f"{values.min():.2f} or more, and at some recalls never enough"
+    def at(disk: float) -> str:
+        if not near[near.gb_per_s == disk].issued.any():
+            return "nothing fits and nothing is issued"
+        values = edges[edges.gb_per_s == disk].precision
+        if not values.max():
+            return "it harms at no precision simulated"
+        return f"it stops harming at a precision of {values.min():.2f} to {values.max():.2f}, by recall" if np.isfinite(values).all() else "at some recall it harms at every precision"
 
     slow, fast = near.gb_per_s.min(), near.gb_per_s.max()
     words = {"none": "Without the guard", "window": "With the guard"}[guard]
-    return (f"{words} prefetching harms in {int((mine.gain < 0).sum())} of {len(mine)} cells of the map (gains from {mine.gain.min():+.0%} to {mine.gain.max():+.0%}); at h = {near.horizon.iloc[0]} "
-            f"it begins to gain at a precision of {at(slow)} on the {slow:g} GB/s disk and {at(fast)} on the {fast:g} GB/s disk (0: at every precision simulated).")  # fmt: skip
+    return (f"{words} prefetching harms in {int((mine.gain < 0).sum())} of {len(mine)} cells of the map (gains from {mine.gain.min():+.0%} to {mine.gain.max():+.0%}); at h = {near.horizon.iloc[0]}, "
+            f"on the {slow:g} GB/s disk {at(slow)}; on the {fast:g} GB/s disk {at(fast)}.")  # fmt: skip

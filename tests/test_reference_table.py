@@ -1,7 +1,6 @@
 """The reference's routing has the properties that its published numbers speak of; its faults are variants of one machine."""
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from predmoe import reference_table as rt
@@ -103,7 +102,18 @@ def test_our_accuracies_are_those_of_one_model_seed():
 def test_records_hold_what_claims_ask_for(rows):
     records = rt.arm_records(rows[rows.variant == "all mended"])
     assert results.values_by_seed(records, "joint-linear", "tok_s").keys() == {0, 1}
-    assert isinstance(rt.forest(rt.effects(rows, "joint-linear", "baseline-linear"), 0.032, {"joint-linear": "linear"}), pd.DataFrame)
+
+
+def test_effects_of_several_metrics_stand_side_by_side(rows):
+    found = {metric: rt.effects(rows, "joint-linear", "baseline-linear", metric) for metric in ("tok_s", "wasted_mb")}
+    side = rt.by_variant(found, {"joint-linear": "linear"})
+    assert len(side) == 2 * len(rt.VARIANTS) and side.tok_s[0] == pytest.approx(100 * found["tok_s"][0]["per_seed"][0])
+
+
+def test_ranked_guesses_put_the_right_ones_first():
+    trace = rt.routing(6, ACCURACIES, seed=0, replacement=False, ranked=True)
+    right = (trace.prediction("joint-linear", 1).experts_NLM[:, :-1, :, None] == trace.experts_NLK[:, 1:, None, :]).any(-1)
+    assert (right[..., 1:] <= right[..., :-1]).all()
 
 
 @pytest.mark.slow

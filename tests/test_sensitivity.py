@@ -23,7 +23,7 @@ def test_guesses_moved_to_another_horizon_are_the_same_guesses_of_the_same_layer
 
 def test_the_boundary_is_where_the_gain_crosses_zero():
     frame = pd.DataFrame([
-        {"guard": "none", "horizon": 1, "gb_per_s": 5.0, "recall": recall, "precision": precision, "gain": gain}
+        {"guard": "none", "horizon": 1, "gb_per_s": 5.0, "recall": recall, "precision": precision, "gain": gain, "issued": 9}
         for recall, gains in {0.2: (-3, -1, 1), 0.5: (1, 2, 3), 0.8: (-3, -2, -1)}.items() for precision, gain in zip((0.2, 0.4, 0.6), gains)
     ])  # fmt: skip
     assert sensitivity.boundary(frame).precision.tolist() == pytest.approx([0.5, 0.0, np.inf])
