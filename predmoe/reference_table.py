@@ -8,7 +8,6 @@ numbers of the table are then predictions of the reproduction, not fits.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -175,12 +174,15 @@ def measure(trace: Trace, arm: str, variant: Variant, *, disk: Disk = DISK, warm
     outcome = replay(trace, variant.cache(), disk, compute=COMPUTE, prefetch=ahead, warmup=warmup, timeline=window)
     line = outcome.summary()
     if window:
-        rows = outcome.timeline()
-        keys = rows.what[rows.kind == "prefetch read"].to_numpy()
-        used = np.unique(np.arange(L)[:, None] * E + trace.experts_NLK.astype(np.int64))
-        unused = int((~np.isin(keys, used)).sum())
-        line["wasted_mb"] = unused * REFERENCE["expert_bytes"] / 1e6 / outcome.tokens
+        line["wasted_mb"] = _never_used_mb(outcome.timeline(), trace, outcome.tokens)
     return line
+
+
+def _never_used_mb(timeline: pd.DataFrame, trace: Trace, tokens: int) -> float:
+    """MB per token of the prefetches in a timeline whose experts no token of the trace uses."""
+    read = timeline.what[timeline.kind == "prefetch read"].to_numpy()
+    used = np.unique(np.arange(L)[:, None] * E + trace.experts_NLK.astype(np.int64))
+    return float((~np.isin(read, used)).sum() * REFERENCE["expert_bytes"] / 1e6 / tokens)
 
 
 def table(accuracies_of: Mapping[int, Mapping[str, float]], *, variants: Iterable[str] = VARIANTS, arms: Sequence[str] = ARMS, tokens: int, warmup: int,
@@ -213,11 +215,22 @@ def waste_by_length(accuracies_of: Mapping[int, Mapping[str, float]], lengths: S
     rows = []
     for seed, accuracies in tqdm(accuracies_of.items(), unit="seed", disable=not progress):
         longest = routing(max(lengths), {arm: accuracies[arm] for arm in arms}, seed=seed)
-        for tokens, arm in itertools.product(lengths, arms):
-            trace = longest.passes(0, tokens)
-            ever, residence = (measure(trace, arm, Variant(ever_used=ever_used))["wasted_mb"] for ever_used in (True, False))
-            rows.append({"arm": arm, "seed": seed, "tokens": tokens, "ever_mb": ever, "residence_mb": residence})
+        for arm in arms:
+            settings = dict(cache=Cache(slots=SLOTS), disk=DISK, compute=COMPUTE, prefetch=Prefetch(source=arm, guard="window"))
+            timeline = replay(longest, **settings, timeline=(0, longest.num_passes)).timeline()
+            for tokens in lengths:
+                trace = longest.passes(0, tokens)
+                rows.append({"arm": arm, "seed": seed, "tokens": tokens, "ever_mb": _never_used_mb(timeline[timeline.of_pass < tokens], trace, tokens),
+                             "residence_mb": replay(trace, **settings).ledger.wasted_bytes / tokens / 1e6})  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def levels(rows: pd.DataFrame, variant: str) -> pd.DataFrame:
+    """Means over seeds of one variant, a row per arm: speed, where experts were found (shares of the accesses), stall, MB and late prefetches per token, waits."""
+    mine = rows[rows.variant == variant]
+    shown = mine.assign(resident=mine.hit_rate, in_flight=mine.in_flight_rate, missing=1 - mine.hit_rate - mine.in_flight_rate, late=mine.late / mine.tokens)
+    columns = ["tok_s", "resident", "in_flight", "missing", "stall_ms", "demand_mb", "prefetch_mb", "wasted_mb", "late", "ttft_ms", "p50_ms", "p99_ms"]
+    return shown.groupby("arm", sort=False)[columns].mean().reset_index()
 
 
 def effects(rows: pd.DataFrame, arm: str, minus: str, metric: str = "tok_s", *, relative: bool = True) -> list[dict]:

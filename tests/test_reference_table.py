@@ -24,13 +24,14 @@ def test_experts_drawn_with_replacement_are_as_often_different_as_published(trac
     assert rt.distinct(traces[False]) == 8
 
 
-@pytest.mark.parametrize("replacement", [True, False])
-def test_a_predictor_names_each_true_expert_as_often_as_its_accuracy_says(traces, replacement):
+@pytest.mark.parametrize("replacement, extra", [(False, 0.0), (True, 0.05)])
+def test_a_predictor_names_each_true_expert_as_often_as_its_accuracy_says(traces, replacement, extra):
+    """With replacement an expert that was drawn twice has two chances, so that a little more is found than the accuracy says."""
     trace = traces[replacement]
     for name, accuracy in ACCURACIES.items():
         guessed, true = trace.prediction(name, 1).experts_NLM[:, :-1], trace.experts_NLK[:, 1:]
         found = (true[..., :, None] == guessed[..., None, :]).any(-1).mean()
-        assert found == pytest.approx(accuracy, abs=0.03)
+        assert accuracy - 0.02 <= found <= accuracy + extra + 0.02
 
 
 def test_the_better_predictor_is_right_wherever_the_worse_one_is(traces):
@@ -108,6 +109,11 @@ def test_effects_of_several_metrics_stand_side_by_side(rows):
     found = {metric: rt.effects(rows, "joint-linear", "baseline-linear", metric) for metric in ("tok_s", "wasted_mb")}
     side = rt.by_variant(found, {"joint-linear": "linear"})
     assert len(side) == 2 * len(rt.VARIANTS) and side.tok_s[0] == pytest.approx(100 * found["tok_s"][0]["per_seed"][0])
+
+
+def test_every_access_is_resident_in_flight_or_missing(rows):
+    shown = rt.levels(rows, "all mended, unchecked").set_index("arm")
+    assert (shown[["resident", "in_flight", "missing"]].sum(axis=1) == 1).all() and (shown.loc["demand", ["in_flight", "late", "prefetch_mb"]] == 0).all()
 
 
 def test_ranked_guesses_put_the_right_ones_first():
