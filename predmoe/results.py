@@ -166,6 +166,11 @@ def reference() -> dict:
     return json.loads((ASSETS / "reference.json").read_text())
 
 
+def field() -> dict:
+    """What others have published about an engine that reads experts from disk (assets/field.json), with its source."""
+    return json.loads((ASSETS / "field.json").read_text())
+
+
 # --- claims ------------------------------------------------------------------------------------------------------------
 
 def update_claims(profile: str) -> list[dict]:
@@ -206,7 +211,7 @@ def _decide(spec, effects) -> stats.Verdict:
 
 
 def _claim_effects(measure: Mapping, arms: list[Mapping], unit: str) -> list[stats.Effect]:
-    arm, metric = measure["arm"], measure["metric"]
+    arm, metric = measure.get("arm"), measure["metric"]
     minus, minus_metric = measure.get("minus", arm), measure.get("minus_metric", metric)
     subtract = "minus" in measure or "minus_metric" in measure
     shared = dict(relative=measure.get("relative", False), unit=unit)
@@ -217,6 +222,8 @@ def _claim_effects(measure: Mapping, arms: list[Mapping], unit: str) -> list[sta
             return stats.paired(values(arm, metric), values(minus, minus_metric), **shared, name=f"{left} - {right}{suffix}")
         return stats.over_seeds(values(arm, metric), name=left + suffix, unit=unit)
 
+    if "pairs" in measure:
+        return [stats.paired(values_by_seed(arms, a, metric), values_by_seed(arms, b, metric), **shared, name=f"{a} - {b}, {metric}") for a, b in measure["pairs"]]
     if "contrast" in measure:
         far, near = measure["contrast"]
 
@@ -224,7 +231,8 @@ def _claim_effects(measure: Mapping, arms: list[Mapping], unit: str) -> list[sta
             high, low = values_by_seed(arms, arm, f"{metric}.{far}"), values_by_seed(arms, arm, f"{metric}.{near}")
             return {seed: high[seed] - low[seed] for seed in high}
 
-        return [one(f", h={far} minus h={near}", contrast)]
+        label = "h=" if isinstance(far, int) else ""
+        return [one(f", {label}{far} minus {label}{near}", contrast)]
     if "horizons" in measure:
         return [one(f", h={h}", lambda arm, metric, h=h: values_by_seed(arms, arm, f"{metric}.{h}")) for h in measure["horizons"]]
     return [one("", lambda arm, metric: values_by_seed(arms, arm, metric))]

@@ -36,7 +36,7 @@ class Reference:
         self.now, self.current, self.s = 0.0, set(), 0
         self.running, self.demands, self.guesses = [], deque(), OrderedDict()   # guesses: key -> (pass, layer)
         self.guessed = {}                                                   # key -> counted
-        self.reads, self.outstanding = 0, 0
+        self.reads = 0
         self.factors = np.exp(disk.noise * np.random.default_rng(disk.seed).standard_normal(1 << 16)) if disk.noise else [1.0]
         self.ledger = Counter()
         self.counts = [Counter() for _ in self.passes]
@@ -176,7 +176,6 @@ class Reference:
         self.note(f"{kind} read", read["began"], self.now, key[0] * self.experts + key[1])
         self.counts[self.s][f"{kind}_reads"] += 1
         self.counts[self.s][f"{kind}_bytes"] += self.size(key)
-        self.outstanding -= self.size(key)
         if key in self.guessed:
             g = self.group(key)
             while self.full(g, self.cost(key)) and self.evict_one(g, self.layer, members=False):
@@ -273,8 +272,6 @@ class Reference:
                     counts["missing"] += 1
                     if self.guesses.pop(key, None):
                         counts["promoted"] += 1
-                    else:
-                        self.outstanding += self.size(key)
                     self.demands.append(key)
                 self.admit(key)
             self.uses[key] += 1
@@ -289,7 +286,6 @@ class Reference:
         """Take the guesses for which `unwanted(key, target)` holds out of the queue."""
         for key in [key for key, target in self.guesses.items() if unwanted(key, target)]:
             del self.guesses[key]
-            self.outstanding -= self.size(key)
             self.ledger["cancelled"] += self.guessed.pop(key)
 
     def foretell(self, layer, attention, expert, shared):
@@ -310,14 +306,21 @@ class Reference:
                 if self.resident(key) or key in self.guesses or key in self.demands or any(read["key"] == key for read in self.running):
                     continue
                 counted = s >= self.warmup
-                transfer = (self.outstanding + self.size(key)) / (self.rate(self.disk.lanes) * self.disk.lanes)
-                if (f.guard == "idle" and not idle) or (f.guard == "window" and self.disk.latency_ms + transfer > window):
+                if (f.guard == "idle" and not idle) or (f.guard == "window" and self.time_of([*self.ahead(), key]) > window):
                     self.ledger["held_back"] += counted
                     continue
                 self.guesses[key] = target
-                self.outstanding += self.size(key)
                 self.guessed[key] = counted
                 self.ledger["issued"] += counted
+
+    def ahead(self):
+        """Prefetches that are queued or being read and that nobody waits for."""
+        return [*self.guesses, *(read["key"] for read in self.running if read["key"] in self.guessed)]
+
+    def time_of(self, keys):
+        """How long reads take on an otherwise free disk, as a guard estimates it: in rounds of as many as there are lanes."""
+        depth = min(len(keys), self.disk.lanes)
+        return self.disk.latency_ms * math.ceil(len(keys) / self.disk.lanes) + sum(map(self.size, keys)) / (self.rate(depth) * depth)
 
     def predicted(self, h, layer, target):
         f = self.prefetch

@@ -23,7 +23,7 @@ def code(path):
 # --- as documents ----------------------------------------------------------------------------------------------------
 
 def test_the_first_notebooks_are_there():
-    assert {"00_report", "01_mechanism", "02_horizons"} <= {path.stem for path in NOTEBOOKS}
+    assert {"00_report", "01_mechanism", "02_horizons", "05_cache_simulation", "08_latency_sensitivity"} <= {path.stem for path in NOTEBOOKS}
 
 
 @notebooks
@@ -83,6 +83,12 @@ def test_the_alternative_is_chosen_on_seeds_that_the_report_does_not_use(profile
     assert len(params["seeds"]) >= 3, "a verdict takes three seeds"
 
 
+@pytest.mark.parametrize("name", ["05_cache_simulation", "08_latency_sensitivity"])
+def test_simulations_of_the_committed_profile_have_seeds_enough_for_a_verdict_and_use_its_models(name):
+    params = execute.inspect(paths.NOTEBOOKS / f"{name}.ipynb") | {job.name: job for job in execute.plan("cpu")}[name].params
+    assert params["models"] == params["profile"] == "cpu" and len(params["model_seeds"]) >= 3 and len(params["seeds"]) >= 3
+
+
 @pytest.mark.parametrize("params, message", [({"lambda_predd": 0.3}, "lambda_pred"), ({"lambda_pred": "3e-1"}, "lambda_pred"), ({"seeds": 0}, "seeds")])
 def test_the_strict_check_names_the_parameter(params, message):
     with pytest.raises(ValueError, match=message):
@@ -100,6 +106,41 @@ TINY = {
 }  # fmt: skip
 
 
+# Simulations, as small as they go.
+SMALL = {
+    "05_cache_simulation": {"seeds": [0], "model_seeds": [0], "tokens": 6, "warmup": 3, "lengths": [4, 8], "model_shares": [0.5], "curve_shares": [0.5],
+                            "sequences": 1, "colibri_tokens": 6, "model_tokens": 8},
+    "08_latency_sensitivity": {"seeds": [0], "model_seeds": [0], "tokens": 6, "warmup": 3, "bandwidths": [3.5, 5.0], "prompt": 2, "sequences": 1, "map_recalls": [0.5, 0.9],
+                               "map_precisions": [0.2, 0.9], "map_horizons": [1], "map_bandwidths": [5.0], "grid_bandwidths": [5.0], "grid_horizons": [1]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def simulated(request, tmp_path_factory):
+    """05 and 08 executed with the committed accuracies (and, where they are committed, traces) of the cpu profile."""
+    folder = tmp_path_factory.mktemp("outputs")
+    (folder / "cpu").mkdir()
+    for name in ("02_horizons", "traces"):
+        if (committed := paths.ROOT / "outputs" / "cpu" / name).exists():
+            (folder / "cpu" / name).symlink_to(committed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREDMOE_OUTPUTS", str(folder))
+        patch.setenv("PREDMOE_TRACES", str(folder / "none"))   # as in a fresh clone
+        name = request.param
+        execute.execute(paths.NOTEBOOKS / f"{name}.ipynb", folder / "smoke" / name / f"{name}.ipynb", SMALL[name])
+        yield folder / "smoke", name
+
+
+@pytest.mark.slow
+def test_a_simulation_runs_in_a_fresh_clone_and_says_what_was_not_there(simulated):
+    folder, name = simulated
+    leaves_what_it_promises(folder, name)
+    claims = {claim["id"]: claim for claim in results.load_claims("smoke") if claim["notebook"] == name}
+    assert claims and all(claim["verdict"] == "not tested" and claim["n"] == 1 for claim in claims.values())
+    if name.startswith("05"):
+        assert any("public traces are NOT here" in sentence for sentence in results.load("smoke", name)["findings"])
+
+
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
     """01, 02 and 00 executed for real into a folder of their own; 02 finds most of its models in the store."""
@@ -114,6 +155,11 @@ def executed(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["01_mechanism", "02_horizons", "00_report"])
 def test_a_notebook_runs_and_leaves_what_it_promises(executed, name):
+    leaves_what_it_promises(executed, name)
+
+
+def leaves_what_it_promises(executed, name):
+    """results.json, its figures and tables as files, a small executed copy that shows every figure and every finding."""
     result = results.load("smoke", name)
     assert result["findings"] and (name == "00_report" or (result["arms"] and result["effects"]))
     for figure in result["figures"]:

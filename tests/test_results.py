@@ -269,7 +269,7 @@ def test_claims_are_well_formed(spec):
     assert spec["statement"].endswith(".") and spec["notebook"] and all(re.fullmatch(r"\d\d_\w+", name) for name in spec["notebook"])
     assert ("measure" in spec) == ("rule" in spec) == ("expected" in spec) == ("unit" in spec)
     if spec.get("rule") == "direction":
-        assert len(spec["expected"]) == len(spec["measure"].get("horizons", [1]))
+        assert len(spec["expected"]) == len(spec["measure"].get("horizons") or spec["measure"].get("pairs") or [1])
 
 
 @pytest.mark.parametrize("kind", ["results", "claims"])
@@ -402,3 +402,17 @@ def test_the_reference_effects_are_differences_of_its_own_levels():
         for h in ("1", "2", "4"):
             difference = level["joint", row["predictor"]][h] - level["baseline", row["predictor"]][h]
             assert row[h] == pytest.approx(difference, abs=0.0011)   # the study rounds each number by itself
+
+
+def test_a_claim_of_several_pairs_has_an_effect_for_each():
+    arms = [{"arm": arm, "seed": seed, "ttft_ms": value + seed} for arm, value in (("demand", 2400.0), ("base", 2150.0), ("joint", 2125.0)) for seed in range(3)]
+    spec = CLAIMS["ttft"] | {"measure": {"pairs": [["base", "demand"], ["joint", "base"]], "metric": "ttft_ms", "relative": True}}
+    claim = results.evaluate(spec, {"08_latency_sensitivity": {"arms": arms}})
+    assert [round(effect["mean"], 3) for effect in claim["effects"]] == [-0.104, -0.012] and claim["verdict"] == "replicated"
+    assert claim["effects"][1]["name"] == "joint - base, ttft_ms"
+
+
+def test_a_contrast_between_named_keys_says_their_names():
+    arms = [{"arm": "joint-linear", "seed": seed, "gain_over_baseline": {"fits": 0.03 + 0.001 * seed, "beyond": 0.0}} for seed in range(3)]
+    claim = results.evaluate(CLAIMS["window-boundary"], {"08_latency_sensitivity": {"arms": arms}})
+    assert claim["verdict"] == "replicated" and claim["effect"]["name"].endswith("fits minus beyond")

@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -221,6 +222,23 @@ def test_the_warm_up_is_in_the_state_and_in_no_statistic(trace):
 def test_the_guard_is_seen_when_it_stops_everything(trace):
     with pytest.warns(SimulationWarning, match="nothing was issued; the guard 'window' held back"):
         replay(trace, Cache(slots=16), Disk(latency_ms=1e6), prefetch=Prefetch(source="guess", guard="window"))
+
+
+@pytest.mark.parametrize("size_ms, issued", [(0.9, 4), (1.0, 3), (1.5, 2), (2.1, 1), (4.1, 0)])
+def test_the_window_guard_counts_what_fits_between_two_routers_and_no_demand(size_ms, issued):
+    """4 ms lie between the two routers, one read takes 0.1 ms and its bytes. The four reads that layer 0 demands are over
+    before its experts are computed, so they leave the window whole."""
+    meta = traces.Meta(model="hand", num_experts=8, top_k=4, layers=[0, 1], expert_bytes=[int(size_ms * MB)] * 2)
+    guess = np.array([[[4, 5, 6, 7], [-1] * 4]])
+    scores = np.array([[[4.0, 3.0, 2.0, 1.0]] * 2])
+    trace = traces.build(meta, [[[0, 1, 2, 3], [4, 5, 6, 7]]], predictions=[("p", traces.Prediction(1, guess, scores))])
+    machine = dict(disk=Disk(latency_ms=0.1, gb_per_s=1.0), compute=Compute(attention_ms=1.0, expert_ms=0.5, shared_ms=1.0))
+    settings = dict(cache=Cache(slots=8), prefetch=Prefetch(source="p", guard="window"), **machine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if issued else "ignore", SimulationWarning)
+        outcome = replay(trace, **settings)
+    assert (outcome.ledger.issued, outcome.ledger.held_back, outcome.ledger.useful) == (issued, 4 - issued, issued)
+    assert outcome.total_ms == pytest.approx(8.0 + (8 - issued) * (size_ms + 0.1))
 
 
 def test_perfect_overlap_is_max_not_sum():

@@ -368,3 +368,16 @@ def test_a_synthetic_trace_guesses_across_tokens():
 def test_impossible_synthetic_traces_are_refused(settings, message):
     with pytest.raises(TraceError, match=message):
         traces.synthetic(tokens=10, layers=3, num_experts=16, top_k=2, **settings)
+
+
+def test_spare_guesses_come_after_those_that_recall_counts():
+    predictors = {name: traces.Accuracy(recall={1: 0.7}, spare=spare) for name, spare in (("plain", 0), ("spare", 4))}
+    trace = traces.synthetic(tokens=400, layers=3, num_experts=32, top_k=4, predictors=predictors)
+    true = trace.experts_NLK[:, 1:, :, None]
+    found = lambda name, m: (true == trace.prediction(name, 1).experts_NLM[:, :-1, None, :m]).any(-1).mean()  # noqa: E731
+    assert trace.prediction("spare", 1).experts_NLM.shape[2] == 8
+    assert found("spare", 4) == pytest.approx(0.7, abs=0.03) and found("plain", 4) == pytest.approx(0.7, abs=0.03) and found("spare", 8) > 0.8
+    with pytest.raises(traces.TraceError, match="34 guesses of 32 experts"):
+        traces.synthetic(tokens=2, layers=2, num_experts=32, top_k=4, predictors={"p": traces.Accuracy(recall={1: 0.7}, spare=30)})
+    with pytest.raises(traces.TraceError, match="spare=-1"):
+        traces.Accuracy(recall={1: 0.7}, spare=-1)

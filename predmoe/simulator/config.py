@@ -151,8 +151,9 @@ class Prefetch:
 
     At each router the top `k + budget` guesses for the layers `horizon` ahead are queued, nearest layer first, unless
     resident, on their way, or scored below `threshold`. `guard`: "none"; "idle" (only where nothing is read or queued);
-    "window" (only while the reads outstanding are estimated to end before the layer's router). `expire`: queued guesses
-    are dropped when their layer's router has spoken; `cancel`: also when a guess at a shorter horizon leaves them out.
+    "window" (only while all prefetches outstanding are estimated to end before the layer's router; demands are waited for
+    before that window begins, so they do not count). `expire`: queued guesses are dropped when their layer's router has
+    spoken; `cancel`: also when a guess at a shorter horizon leaves them out.
     `cross_token`: guess past the last layer, for the first layers of the next token.
     """
 

@@ -14,7 +14,7 @@ from . import residency as res
 from .jit import compiled
 
 IDLE, GUESSED, DEMANDED, READING = range(4)   # Queue.state
-ACTIVE, DEMAND_HEAD, DEMAND_TAIL, GUESS_HEAD, GUESS_TAIL, READS, OUTSTANDING, RECORDED, PASS = range(9)   # Queue.at
+ACTIVE, DEMAND_HEAD, DEMAND_TAIL, GUESS_HEAD, GUESS_TAIL, READS, AHEAD, AHEAD_BYTES, RECORDED, PASS = range(10)   # Queue.at
 ISSUED, USEFUL, LATE, CANCELLED, HELD_BACK, DROPPED = range(6)   # Queue.ledger; `wasted` adds the cache's evictions
 ATTENTION, STALL, EXPERTS, HEAD, DEMAND_READ, GUESS_READ = range(6)   # kinds of timeline rows
 ACCESSES, RESIDENT, IN_FLIGHT, MISSES, PROMOTED, DEMAND_READS, DEMAND_BYTES, GUESS_READS, GUESS_BYTES = range(9)   # Queue.per_pass
@@ -63,7 +63,7 @@ def create(lanes: int, num_experts: int, num_layers: int, num_passes: int, timel
     keys = num_experts * num_layers
     real = lambda n: np.zeros(n, np.float64)  # noqa: E731
     return Queue(np.zeros(lanes, np.int32), real(lanes), real(lanes), real(lanes), np.zeros(lanes, np.bool_), np.zeros(keys, np.uint8),
-                 np.zeros(keys, np.int32), np.zeros(2 * keys + 16, np.int32), np.zeros(2 * keys + 16, np.int64), np.zeros(keys, np.int32), np.zeros(9, np.int64),
+                 np.zeros(keys, np.int32), np.zeros(2 * keys + 16, np.int32), np.zeros(2 * keys + 16, np.int64), np.zeros(keys, np.int32), np.zeros(10, np.int64),
                  real(1), np.zeros(6, np.int64), np.zeros((num_passes, 9), np.int64), np.zeros(timeline_rows, np.uint8),
                  np.zeros((timeline_rows, 2), np.float64), np.zeros((timeline_rows, 2), np.int32))  # fmt: skip
 
@@ -82,12 +82,18 @@ def record(q, p, kind, start, end, what):
 
 
 @compiled
+def ahead(q, reads, size):
+    """One prefetch of `size` bytes more (1) or less (-1) is queued or being read while nobody waits for it."""
+    q.at[AHEAD] += reads
+    q.at[AHEAD_BYTES] += reads * size
+
+
+@compiled
 def demand(q, key, size):
     """Queue a read that the router waits for; a queued guess for it moves over."""
     if q.state[key] == GUESSED:
         q.guesses[q.place[key]] = -1
-    else:
-        q.at[OUTSTANDING] += size
+        ahead(q, -1, size)
     q.state[key] = DEMANDED
     q.demands[q.at[DEMAND_TAIL]] = key
     q.at[DEMAND_TAIL] += 1
@@ -100,9 +106,11 @@ def guess(q, r, p, key, target, allowed, window):
         return
     size = r.size[r.layer[key]]
     counted = q.at[PASS] >= p.counted_from
-    if p.guard == GUARD_WINDOW:
-        transfer = 0.0 if p.weightless else (q.at[OUTSTANDING] + size) / (p.speed[p.lanes] * p.lanes)
-        allowed = p.latency + transfer <= window
+    if p.guard == GUARD_WINDOW:   # the processor waits for the demands before its window begins, so only prefetches fill it
+        reads = q.at[AHEAD] + 1
+        depth = min(reads, p.lanes)
+        transfer = 0.0 if p.weightless else (q.at[AHEAD_BYTES] + size) / (p.speed[depth] * depth)
+        allowed = p.latency * ((reads + p.lanes - 1) // p.lanes) + transfer <= window
     if not allowed:
         q.ledger[HELD_BACK] += counted
         return
@@ -111,7 +119,7 @@ def guess(q, r, p, key, target, allowed, window):
     row = q.at[GUESS_TAIL]
     q.guesses[row], q.targets[row], q.place[key] = key, target, row
     q.at[GUESS_TAIL] += 1
-    q.at[OUTSTANDING] += size
+    ahead(q, 1, size)
     q.state[key] = GUESSED
     r.guess[key] = res.COUNTED if counted else 1
     q.ledger[ISSUED] += counted
@@ -134,7 +142,7 @@ def cancel(q, r, row):
     key = q.guesses[row]
     q.guesses[row] = -1
     q.state[key] = IDLE
-    q.at[OUTSTANDING] -= r.size[r.layer[key]]
+    ahead(q, -1, r.size[r.layer[key]])
     q.ledger[CANCELLED] += r.guess[key] == res.COUNTED
     r.guess[key] = 0
 
@@ -217,13 +225,13 @@ def finish(q, r, p, lane, event, layer):
     record(q, p, GUESS_READ if speculative else DEMAND_READ, q.began[lane], q.clock[0], key)
     q.per_pass[now, GUESS_READS if speculative else DEMAND_READS] += 1
     q.per_pass[now, GUESS_BYTES if speculative else DEMAND_BYTES] += size
-    q.at[OUTSTANDING] -= size
     q.at[ACTIVE] -= 1
     for i in range(lane, q.at[ACTIVE]):
         q.key[i], q.latency[i], q.left[i], q.began[i], q.speculative[i] = q.key[i + 1], q.latency[i + 1], q.left[i + 1], q.began[i + 1], q.speculative[i + 1]
     q.state[key] = IDLE
     awaited = r.guess[key] == 0
     if not awaited:
+        ahead(q, -1, size)
         group = own if len(r.used) > 1 else 0
         head = len(r.layer) + group
         room = True

@@ -116,6 +116,7 @@ def _ask(q, r, p, routing, members, count, layer, s, event, cursor):
             waiting += 1
             if q.state[key] == dq.READING:
                 stats[dq.IN_FLIGHT] += 1
+                dq.ahead(q, -1, r.size[layer])
                 dq.resolve(q, r, key, dq.LATE)
             else:
                 stats[dq.MISSES] += 1

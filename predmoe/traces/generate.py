@@ -30,13 +30,17 @@ REFERENCE = dict(layers=75, num_experts=256, top_k=8, expert_bytes=19_000_000)  
 class Accuracy:
     """How good a predictor is: `recall` per horizon, the share of the chosen experts that it guesses, and `precision`,
     the share of its guesses that are chosen (None: as high as recall, by k guesses each). It makes recall * k / precision
-    guesses per (token, layer), rounded up or down at random, so that the mean is right.
+    guesses per (token, layer), rounded up or down at random, so that the mean is right. `spare`: so many guesses more, the
+    next best, which recall and precision do not count; a prefetch uses them by its over-fetch budget.
     """
 
     recall: Mapping[int, float]
     precision: float | None = None
+    spare: int = 0
 
     def __post_init__(self):
+        if self.spare < 0:
+            raise TraceError(f"spare={self.spare} must be at least 0")
         for h, recall in self.recall.items():
             if h < 1 or not 0 < recall <= 1:
                 raise TraceError(f"recall {recall} at horizon {h} must lie in (0, 1], at a horizon of at least 1")
@@ -69,13 +73,15 @@ def synthetic(*, tokens: int, layers: int, num_experts: int, top_k: int, expert_
     experts_NLK = np.empty((N, layers, top_k), np.int16)
     held = {}
     for name, h in noise:
-        M = int(np.ceil(predictors[name].guesses(h, top_k)))
+        M = int(np.ceil(predictors[name].guesses(h, top_k))) + predictors[name].spare
+        if M > num_experts:
+            raise TraceError(f"{name} would make {M} guesses of {num_experts} experts")
         held[name, h] = np.full((N, layers, M), ABSENT, np.int16), np.zeros((N, layers, M), np.float32)
     for layer in range(layers):
         logits_NE = np.concatenate([_logits(length, num_experts, skew, persistence, rng, order) for order in [rng.permutation(num_experts)] * sequences])
         experts_NLK[:, layer] = _best(logits_NE, top_k)
         for (name, h), sigma in noise.items():
-            ids, scores = _guess(logits_NE, predictors[name].guesses(h, top_k), sigma, rng)
+            ids, scores = _guess(logits_NE, predictors[name].guesses(h, top_k) + predictors[name].spare, sigma, rng)
             asked = layer - h
             if asked >= 0:
                 held[name, h][0][:, asked], held[name, h][1][:, asked] = ids, scores
@@ -159,11 +165,15 @@ def _noise(accuracy: Accuracy, h: int, E: int, k: int, skew: float, rng: np.rand
     if guesses > E:
         raise TraceError(f"recall {wanted} at precision {accuracy.precision} means {guesses:.1f} guesses of {E} experts")
 
+    own = np.random.default_rng(seed)
+    logits = _logits(SAMPLE, E, skew, 0.0, own, np.arange(E))
+    noise, chosen, M = own.standard_normal(logits.shape, dtype=np.float32), _best(logits, k), int(np.ceil(guesses))
+    short = own.random(SAMPLE) >= 1 - (M - guesses)
+
     def measure(sigma: float) -> float:
-        own = np.random.default_rng(seed)
-        logits = _logits(SAMPLE, E, skew, 0.0, own, np.arange(E))
-        ids, _ = _guess(logits, guesses, sigma, own)
-        return float((_best(logits, k)[:, :, None] == ids[:, None, :]).any(-1).mean())
+        ids = np.argpartition(-(logits + sigma * noise), M - 1, axis=1)[:, :M]   # the M best; only the last one's place is known, and needed
+        ids[short, -1] = ABSENT
+        return float((chosen[:, :, None] == ids[:, None, :]).any(-1).mean())
 
     if measure(NOISIEST) > wanted:
         raise TraceError(f"recall {wanted} with {guesses:.1f} guesses is below what guessing at random gives")

@@ -1,0 +1,74 @@
+"""What 05 measures besides the reference's table: our traces or their stand-ins, public traces, published machines, an engine's timings."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from predmoe import cache_study, reference_table, traces
+
+ACCURACIES = {f"{model}-{predictor}": {1: 0.8} for model in cache_study.MODELS for predictor in ("linear", "ranking")}
+PUBLIC = cache_study.public_folder()
+needs_public = pytest.mark.skipif(PUBLIC is None, reason="the public traces are not there (PREDMOE_TRACES names their folder)")
+
+
+def test_recorded_traces_are_used_where_they_are():
+    held, sentence = cache_study.model_traces("cpu", tokens=5, accuracies=ACCURACIES)
+    assert sentence.startswith("Recorded traces of the cpu profile") and set(held) == {"baseline", "joint"}
+    assert {"linear", "ranking", "next_router"} <= set(held["joint"].predictors)
+
+
+def test_a_stand_in_says_that_it_is_one():
+    held, sentence = cache_study.model_traces("nowhere", tokens=5, accuracies=ACCURACIES)
+    assert "SYNTHETIC" in sentence and "joint.trace.safetensors" in sentence
+    assert held["joint"].predictors == {"linear": (1,), "ranking": (1,)} and held["joint"].num_tokens == 5
+
+
+def test_another_size_changes_no_routing():
+    trace = traces.synthetic(tokens=3, layers=2, num_experts=8, top_k=2)
+    scaled = cache_study.of_size(trace, 19_000_000)
+    assert np.array_equal(scaled.experts_NLK, trace.experts_NLK) and scaled.meta.expert_bytes == (19_000_000,) * 2
+
+
+def test_models_are_replayed_with_every_predictor_they_have():
+    held, _ = cache_study.model_traces("nowhere", tokens=30, accuracies=ACCURACIES)
+    found = cache_study.replay_models({m: cache_study.of_size(t, 19_000_000) for m, t in held.items()}, shares=[0.25, 0.5], disk=reference_table.DISK, compute=reference_table.COMPUTE,
+                                      horizon=1, guard="window", warmup=5, progress=False)  # fmt: skip
+    assert set(found.source) == {"demand", "linear", "ranking", "oracle"} and len(found) == 2 * 2 * 4
+    speed = found.set_index(["model", "share", "source"]).tok_s.unstack()
+    assert (speed["oracle"] >= speed["demand"]).all() and "25%" in cache_study.say_models(found, 0.25)
+
+
+def test_no_policy_hits_more_than_belady():
+    held = {"a": traces.synthetic(tokens=80, prompt=5, layers=4, num_experts=16, top_k=2, reuse=0.4)}
+    curves = cache_study.hit_curves(held, [0.1, 0.3, 0.6], progress=False)
+    assert not len(cache_study.above_belady(curves)) and set(curves.policy) == set(cache_study.POLICIES)
+    assert not len(curves[(curves.policy == cache_study.HALF_PINNED) & (curves.share == 0.1)]), "three free slots hold a set, not one and a half"
+    best = cache_study.best_policy(curves)
+    assert (best.best_hit <= best.belady_hit + 1e-12).all() and "Belady" in cache_study.say_policies(best)
+
+
+def test_published_points_stand_beside_a_range():
+    machines, guarded = cache_study.colibri(6, 3, progress=False)
+    assert (machines.hit_low <= machines.hit_high).all() and (machines.tok_s_low < machines.tok_s_high).all()
+    assert len(machines) == 5 and "published hit rates lie inside" in cache_study.say_machines(machines)
+    assert guarded.mb_change_published.iloc[2] == pytest.approx(7293.5 / 5662 - 1) and "against none" in cache_study.say_prefetch(guarded)
+
+
+@pytest.mark.parametrize("value, verdict", [(0.5, "inside"), (2.0, "2.00 times the highest"), (0.2, "0.50 times the lowest")])
+def test_a_point_outside_the_range_is_told_by_how_much(value, verdict):
+    assert verdict in cache_study._fits(value, 0.4, 1.0)
+
+
+@needs_public
+def test_the_public_traces_have_the_models_shapes():
+    held = cache_study.public_traces(PUBLIC, sequences=3)
+    assert {name: (t.num_layers, t.meta.num_experts, t.meta.top_k) for name, t in held.items()} == {
+        "Qwen3-30B-A3B": (48, 128, 6), "OLMoE-1B-7B": (16, 64, 8), "Granite-3.0-1b-a400m": (24, 32, 8), "gpt-oss-20b": (24, 32, 4)}  # fmt: skip
+    assert len(np.unique(held["gpt-oss-20b"].sequence)) == 3
+
+
+@needs_public
+def test_the_engine_fit_is_told_with_and_without_slow_tokens():
+    found, tokens = cache_study.fit_engine(PUBLIC)
+    assert isinstance(tokens, pd.DataFrame) and len(tokens) == 128 and found.median_error < 0.1
+    assert f"{found.median_error:.1%}" in cache_study.say_fit(found, tokens)
