@@ -109,14 +109,14 @@ def model_curves(table: pd.DataFrame) -> Figure:
     handles = [Line2D([], [], color=COLORS[(j + 1) % len(COLORS)], marker=MARKERS[j + 1], linestyle="none", label=ARMS.get(name, name)) for j, name in enumerate(sources)]
     handles += [Line2D([], [], color="#555555", linestyle=("--", "-")[i % 2], marker="o", markersize=4.5, markerfacecolor=("white", None)[i % 2],
                        label=f"{model} model") for i, model in enumerate(models)]  # fmt: skip
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    figure.legend(handles=handles, loc="outside upper center", ncols=3)
     return figure
 
 
 @_styled
 def engine_fit(tokens: pd.DataFrame) -> Figure:
     """Columns token, half (fitted or predicted), measured_ms, predicted_ms, slow. Left: token by token; right: one against the other."""
-    figure = Figure(figsize=(9.2, 3.1))
+    figure = Figure(figsize=(8.6, 2.9))
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.75, 1]})
     left.plot(tokens.token, tokens.measured_ms, color=COLORS[0], linewidth=1.2)
     left.plot(tokens.token, tokens.predicted_ms, color=COLORS[1], linestyle="--", linewidth=1.6)
@@ -291,7 +291,7 @@ def overfetch(found: pd.DataFrame, labels: Mapping[str, str]) -> Figure:
     axes[0].set_ylabel("tok/s against\nno prefetch (%)")
     handles = [Line2D([], [], color=COLORS[i + 1], marker=MARKERS[i + 1], label=f"h = {int(horizon)}") for i, horizon in enumerate(horizons)]
     handles += [Line2D([], [], color="#555555", linestyle=("-", "--")[j], label=labels[guard]) for j, guard in enumerate(guards)]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles) if len(disks) > 3 else 3)
     return figure
 
 

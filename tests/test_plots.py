@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from fake_measurements import study
+from figures import cut_off
 
 from predmoe import experiments, plots, results
 
@@ -63,22 +64,7 @@ def test_every_axis_is_labelled_and_units_are_given(name):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_no_text_is_cut_off(name):
-    figure = drawn(name)
-    with plots.style():
-        figure.draw_without_rendering()
-        unseen = {id(label) for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for label in ticks_outside(axis)}
-        box = figure.bbox.padded(1.0)
-        for text in figure.findobj(mpl.text.Text):
-            if text.get_text() and text.get_visible() and id(text) not in unseen:
-                extent = text.get_window_extent()
-                inside = box.x0 <= extent.x0 and extent.x1 <= box.x1 and box.y0 <= extent.y0 and extent.y1 <= box.y1
-                assert inside, f"{name}: {text.get_text()!r} leaves the figure"
-
-
-def ticks_outside(axis):
-    """Labels of ticks beyond the view, which matplotlib makes but does not draw."""
-    low, high = sorted(axis.get_view_interval())
-    return [label for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high for label in (tick.label1, tick.label2)]
+    assert cut_off(drawn(name)) == []
 
 
 @pytest.mark.parametrize("name", ["hits", "margin", "forest", "frontier", "layers", "domains", "summary"])
