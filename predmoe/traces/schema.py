@@ -278,6 +278,7 @@ def save(trace: Trace, path: str | os.PathLike) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         save_file({name: np.ascontiguousarray(array) for name, array in trace._arrays().items()}, partial, {_KEY: json.dumps(header)})
+        partial.chmod(0o644)   # the library leaves it to its owner alone
         os.replace(partial, path)
     except SafetensorError as error:   # the library's word for a system error
         raise TraceError(f"{path} cannot be written: {error}") from None
