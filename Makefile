@@ -34,5 +34,6 @@ $(INSTALLED): requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --no-deps -r requirements.lock
 	$(BIN)/python -m pip install --no-build-isolation -c requirements.lock -e '.[test]'
+	$(BIN)/python -m pip install --no-deps libcachesim==0.3.5
 	$(BIN)/python -c 'import torch, predmoe; print("torch", torch.__version__, "is ready")'
 	@touch $@

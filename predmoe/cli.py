@@ -1,4 +1,5 @@
-"""The command line: `predmoe report`, `predmoe train` and `predmoe readme`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
+"""The command line: `predmoe report`, `train` and `readme`; `trace` and `simulate` are in `cli_traces`. What a person can mend is one sentence and exit
+code 2; a bug is a traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from . import config
+from . import cli_traces, config
 from .config import ConfigError
 
 
@@ -53,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--store", type=Path, help="the run store's folder (default: the one of the tier's profile)")
     command.set_defaults(command=_train)
 
+    cli_traces.add(commands)
+
     command = commands.add_parser("readme", help="bring the computed parts of README.md up to date with outputs/")
     command.set_defaults(command=_readme)
     return parser
@@ -67,7 +70,7 @@ def _report(options) -> int:
 
 
 def _train(options) -> int:
-    run_config = config.tier(options.tier, seed=options.seed, **_sections(options.changes))
+    run_config = config.tier(options.tier, seed=options.seed, **sections(options.changes))
     from . import runs
 
     profile = {"a": "tier_a", "b": "tier_b"}.get(options.tier, options.tier)
@@ -86,7 +89,7 @@ def _readme(options) -> int:
     return 0
 
 
-def _sections(changes: Sequence[str]) -> dict[str, dict]:
+def sections(changes: Sequence[str]) -> dict[str, dict]:
     """["train.steps=200", ...] as {"train": {"steps": 200}, ...}; values are YAML."""
     sections: dict[str, dict] = {}
     for change in changes:

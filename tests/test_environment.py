@@ -16,6 +16,7 @@ from predmoe import paths
 
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
+COMPARISON = [Requirement(text) for text in EXTRAS.pop("comparison")]   # pinned in pyproject.toml itself, installed without dependencies
 ASKED = [Requirement(text) for text in PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"] + sum(EXTRAS.values(), [])]
 CORPORA = {canonicalize_name(Requirement(text).name) for text in EXTRAS["corpus"]}
 PINS = [line for line in (paths.ROOT / "requirements.lock").read_text().splitlines() if line and not line.startswith("#")]
@@ -38,6 +39,7 @@ def test_everything_imported_is_a_declared_dependency(folder, extras):
     """Not only what some other package happens to bring along."""
     declared = PROJECT["project"]["dependencies"] + sum((EXTRAS[extra] for extra in extras), [])
     allowed = {canonicalize_name(Requirement(text).name) for text in declared}
+    allowed |= {canonicalize_name(r.name) for r in COMPARISON if folder == "tests"}
     allowed |= {"predmoe"} | {path.stem for path in (paths.ROOT / folder).glob("*.py")} | sys.stdlib_module_names
     providers = metadata.packages_distributions()
     for path in (paths.ROOT / folder).rglob("*.py"):
@@ -78,6 +80,16 @@ def test_conda_users_get_the_same_pins():
     assert {item.split("=")[0] for item in conda} == {"python", "make", "pip"}
     (python,) = [item.split("=")[1] for item in conda if item.startswith("python")]
     assert PROJECT["project"]["requires-python"] == f">={python}"
+
+
+@pytest.mark.parametrize("asked", COMPARISON, ids=str)
+def test_what_the_tests_compare_with_is_pinned_the_same_everywhere(asked):
+    """It is in no lock, so that `make`, the conda comment and the tests' advice must say pyproject's version; the package never imports it."""
+    assert re.fullmatch(r"==[\d.]+", str(asked.specifier)) and canonicalize_name(asked.name) not in LOCK
+    for file in ("Makefile", "environment.yml", "tests/test_simulator_cache.py"):
+        assert f"pip install --no-deps {asked}" in (paths.ROOT / file).read_text(), file
+    assert metadata.version(asked.name) == str(asked.specifier).removeprefix("==")
+    assert not any(asked.name in path.read_text() for path in (paths.ROOT / "predmoe").rglob("*.py"))
 
 
 def needs(name, extras=()):

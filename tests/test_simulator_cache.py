@@ -142,7 +142,7 @@ sequences = st.one_of(
 
 
 def theirs(sequence, slots, policy):
-    libcachesim = pytest.importorskip("libcachesim", reason="libcachesim is not installed")
+    libcachesim = pytest.importorskip("libcachesim", reason="libcachesim is not installed: pip install --no-deps libcachesim==0.3.5, as make test does")
     cache = getattr(libcachesim, {"lru": "LRU", "fifo": "FIFO", "lfu": "LFU", "belady": "Belady"}[policy])(slots, hashpower=12)
     later, following = {}, []
     for i in reversed(range(len(sequence))):

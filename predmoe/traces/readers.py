@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import zipfile
@@ -31,7 +32,15 @@ def read(path: str | os.PathLike, kind: str | None = None, **options) -> Trace:
     kind = kind or guess(path)
     if kind not in READERS:
         raise TraceError(f"{path}: unknown format {kind!r}; it must be one of {', '.join(READERS)}")
-    return READERS[kind](path, **options)
+    taken = inspect.signature(READERS[kind]).parameters
+    if unknown := [name for name in options if name not in taken]:
+        raise TraceError(f"{path}: the format {kind} takes no {', '.join(unknown)}; it takes {', '.join(list(taken)[1:])}")
+    if missing := [name for name, p in taken.items() if p.kind == p.KEYWORD_ONLY and p.default is p.empty and name not in options]:
+        raise TraceError(f"{path}: the format {kind} does not say {', '.join(missing)}: give it")
+    try:
+        return READERS[kind](path, **options)
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not UTF-8 text (byte {error.start}), so not a trace of the format {kind}") from None
 
 
 def guess(path: Path) -> str:
@@ -105,8 +114,10 @@ def route_csv(path: Path, *, source: str = "", domain: str = "", on_policy: bool
     if not rows:
         raise TraceError(f"{path}: the trace is empty: no row")
     for name in ("n_expert", "n_expert_used"):
-        if name not in facts:
-            raise TraceError(f"{path}: the '#' lines do not give {name}")
+        if not facts.get(name, "").isdecimal():
+            raise TraceError(f"{path}: the '#' lines do not give {name} as a number")
+    if not facts.get("n_layer", "0").isdecimal():
+        raise TraceError(f"{path}: n_layer is {facts['n_layer']!r}, not a number")
     layers = sorted(layer for layer in sizes if sizes[layer] > 0)
     meta = Meta(model=facts.get("model", ""), num_experts=int(facts["n_expert"]), top_k=int(facts["n_expert_used"]), layers=layers,
                 expert_bytes=[sizes[layer] for layer in layers], model_layers=int(facts.get("n_layer", 0)), source=source, domain=domain, on_policy=on_policy)  # fmt: skip
@@ -181,6 +192,8 @@ def token_jsonl(path: Path, *, num_experts: int | None = None, expert_bytes=1, m
 
 
 def _rectangle(layers, shape: tuple[int, int], at: str) -> None:
+    if not isinstance(layers, list) or not all(isinstance(ids, list) for ids in layers):
+        raise TraceError(f"{at}: not a list of expert ids for each layer")
     if len(layers) != shape[0]:
         raise TraceError(f"{at}: {len(layers)} layers, not {shape[0]}")
     for l, ids in enumerate(layers):
@@ -198,14 +211,17 @@ def prompt_json(path: Path, *, prompt: str | None = None, expert_bytes=1, source
         prompts = data["prompts"]
         shape = (int(data["num_layers"]), int(data["top_k"]))
         num_experts = int(data["num_experts"])
-    except (ValueError, KeyError, TypeError) as error:
+        steps = {name: [(part, kind, list(prompts[name].get(part, []))) for part, kind in (("prefill", PREFILL), ("decode", DECODE))] for name in prompts}
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"{path}: not a per-prompt trace, or cut short ({error})") from None
     if prompt is not None and prompt not in prompts:
         raise TraceError(f"{path}: no prompt {prompt!r}; it has {', '.join(prompts)}")
     rows, names, starts, phase, sequence = [], [], [0], [], []
     for index, name in enumerate([prompt] if prompt is not None else prompts):
-        for part, kind in (("prefill", PREFILL), ("decode", DECODE)):
-            for step, layers in enumerate(prompts[name].get(part, [])):
+        for part, kind, tokens in steps[name]:
+            for step, layers in enumerate(tokens):
                 _rectangle(layers, shape, f"{path}, {name}, {part} {step}")
                 rows.append(layers)
                 names.append(f"{name}, {part} {step}")
@@ -235,7 +251,9 @@ def array_npz(path: Path, *, num_experts: int | None = None, expert_bytes=1, seq
         raise TraceError(f"{path}: not an npz with ids and seq_offsets, or cut short ({error})") from None
     if ids.ndim != 3 or not len(ids):
         raise TraceError(f"{path}: the trace is empty, or ids has the shape {ids.shape} instead of (tokens, layers, k)")
-    if offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
+    if ids.dtype.kind not in "iu":
+        raise TraceError(f"{path}: ids are {ids.dtype}, not integers")
+    if offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
         raise TraceError(f"{path}: seq_offsets must rise from 0 to the {len(ids)} tokens")
     chosen = np.arange(len(offsets) - 1) if sequences is None else np.asarray(sequences)
     if not len(chosen) or chosen.min() < 0 or chosen.max() >= len(offsets) - 1:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 VERSION = 1
@@ -163,6 +164,8 @@ class Trace:
             _first(~np.isfinite(self.weights_NLK).all(-1), where, "a gate weight is not finite")
             _first((self.weights_NLK < 0).any(-1), where, "a gate weight is negative")
         for (name, horizon), prediction in self.predictions.items():
+            if prediction.experts_NLM.shape[:2] != self.experts_NLK.shape[:2]:
+                raise TraceError(f"{name} at horizon {horizon} has predictions of the shape {prediction.experts_NLM.shape} for {self.num_tokens} tokens and {self.num_layers} layers")
             check_prediction(prediction, self.meta, lambda n, l: f"{name} at horizon {horizon}, {where(n, l)}")  # noqa: B023
         if looks_uniform(self):
             warnings.warn("expert usage is uniform, as if experts were drawn by lot: was a non-contiguous top-k copied flat?", TraceWarning, stacklevel=3)
@@ -267,13 +270,17 @@ def _first(bad_NL: np.ndarray, where: Callable[[int, int], str], what: str) -> N
 
 
 def save(trace: Trace, path: str | os.PathLike) -> None:
-    """Write `trace` to `path`, whole or not at all."""
+    """Write `trace` to `path`, whole or not at all. Raises TraceError where it cannot be written."""
     path = Path(path)
+    if not path.parent.is_dir():
+        raise TraceError(f"{path.parent}: no such folder to write {path.name} in")
     header = {"version": VERSION, "meta": dataclasses.asdict(trace.meta)}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         save_file({name: np.ascontiguousarray(array) for name, array in trace._arrays().items()}, partial, {_KEY: json.dumps(header)})
         os.replace(partial, path)
+    except SafetensorError as error:   # the library's word for a system error
+        raise TraceError(f"{path} cannot be written: {error}") from None
     finally:
         partial.unlink(missing_ok=True)
 
@@ -286,10 +293,11 @@ def load(path: str | os.PathLike, *, check: bool = True) -> Trace:
     arrays, metadata = _map(Path(path))
     try:
         header = json.loads(metadata[_KEY])
-    except (KeyError, TypeError):
+        version = header["version"]
+    except (KeyError, TypeError, ValueError):
         raise TraceError(f"{path}: a safetensors file, but no trace; `predmoe trace import` makes traces from other formats") from None
-    if header["version"] != VERSION:
-        raise TraceError(f"{path}: trace version {header['version']}, this program reads version {VERSION}")
+    if version != VERSION:
+        raise TraceError(f"{path}: trace version {version}, this program reads version {VERSION}")
     try:
         predictions = {}
         for name in arrays:
@@ -298,14 +306,24 @@ def load(path: str | os.PathLike, *, check: bool = True) -> Trace:
                 predictions[predictor, int(horizon)] = Prediction(int(horizon), arrays[name], arrays[name.removesuffix("experts") + "scores"])
         trace = Trace(Meta(**header["meta"]), arrays["experts"], arrays["starts"], arrays["phase"], arrays["sequence"],
                       arrays.get("weights"), arrays.get("token_ids"), predictions)  # fmt: skip
-    except (KeyError, TypeError) as error:
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"{path}: the trace is incomplete, {error} is missing or unknown") from None
+    for name, array in arrays.items():
+        if array.dtype not in _TYPES.get(name.split("/")[-1], ()):
+            raise TraceError(f"{path}: {name} is {array.dtype}, which it never is in a trace")
     if check:
-        trace.validate()
+        try:
+            trace.validate()
+        except TraceError as error:
+            raise TraceError(f"{path}: {error}") from None
     return trace
 
 
 _DTYPES = {"I16": np.int16, "I32": np.int32, "I64": np.int64, "U8": np.uint8, "F16": np.float16, "F32": np.float32}
+_TYPES = dict(experts=(np.int16,), starts=(np.int64,), phase=(np.uint8,), sequence=(np.int32,), weights=(np.float32,), token_ids=(np.int32,),
+              scores=(np.float16, np.float32))  # fmt: skip
 
 
 def _map(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
@@ -323,14 +341,19 @@ def _map(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
         entries = json.loads(bytes(view[8 : 8 + length]))
     except ValueError:
         raise TraceError(f"{path}: not a trace file (its header is not JSON)") from None
-    metadata = entries.pop("__metadata__", {})
-    end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    try:
+        metadata = entries.pop("__metadata__", {})
+        places = {name: (entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in entries.items()}
+        end = 8 + length + max((last for *_, last in places.values()), default=0)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise TraceError(f"{path}: not a trace file (its header is not that of a safetensors file)") from None
     if end > size:
         raise TraceError(f"{path}: cut short, {size} bytes of {end}")
     arrays = {}
-    for name, entry in entries.items():
-        if entry["dtype"] not in _DTYPES:
-            raise TraceError(f"{path}: {name} has the type {entry['dtype']}, which no trace uses")
-        first, last = (8 + length + offset for offset in entry["data_offsets"])
-        arrays[name] = np.frombuffer(view[first:last], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    for name, (dtype, shape, first, last) in places.items():
+        if dtype not in _DTYPES:
+            raise TraceError(f"{path}: {name} has the type {dtype}, which no trace uses")
+        if first < 0 or last - first != int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize:
+            raise TraceError(f"{path}: {name} has {last - first} bytes, which is not the shape {shape} of {dtype}")
+        arrays[name] = np.frombuffer(view[8 + length + first : 8 + length + last], _DTYPES[dtype]).reshape(shape)
     return arrays, metadata

@@ -1,0 +1,270 @@
+"""The commands about traces: `predmoe trace import|check|info|record` and `predmoe simulate`. See `cli` for how errors are told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .config import ConfigError
+
+ARMS = {"baseline": {}, "joint": {"lambda_pred": 0.3}}
+SHOWN = ("tok_s", "stall_ms", "hit_rate", "in_flight_rate", "demand_mb", "prefetch_mb", "wasted_mb", "p50_ms", "p99_ms", "ttft_ms", "issued", "useful", "late", "wasted")
+COLUMNS = {"policy": "predictor", "cache_policy": "policy"}   # a sweep's names for what the options call so
+
+
+def add(commands) -> None:
+    """Add the commands to the parser's subcommands."""
+    trace = commands.add_parser("trace", help="import, check, describe or record routing traces").add_subparsers(required=True, metavar="COMMAND")
+
+    command = trace.add_parser("import", help="read a public trace format and write it as a trace")
+    command.add_argument("source", type=Path, help="a route_trace CSV, token JSONL, per-prompt JSON, npz, or ROUTE_TRACE lines")
+    command.add_argument("out", type=Path, help="the trace to write")
+    command.add_argument("--format", "--kind", dest="kind", help="route, tokens, prompts, arrays or colibri (default: by the file's name and first line)")
+    command.add_argument("--num-experts", type=int, help="experts per layer, where the format does not say")
+    command.add_argument("--expert-bytes", type=_sizes, metavar="N[,N...]", help="bytes of one expert, or of each layer's, where the format does not say")
+    command.add_argument("--prompt", help="only this prompt of a per-prompt JSON")
+    command.add_argument("--sequences", type=int, nargs="+", help="only these sequences of an npz")
+    for name, text in (("model", "the model's name"), ("source", "where the trace comes from"), ("domain", "what text it is of")):
+        command.add_argument(f"--{name}", dest=f"said_{name}", metavar="TEXT", help=f"{text}, kept in the trace")
+    policy = command.add_mutually_exclusive_group()
+    policy.add_argument("--on-policy", dest="on_policy", action="store_true", default=None, help="the text is the model's own output")
+    policy.add_argument("--teacher-forced", dest="on_policy", action="store_false", help="the text was given to the model")
+    command.set_defaults(command=_told(_import))
+
+    command = trace.add_parser("check", help="validate a trace: exit code 0 where it is sound")
+    command.add_argument("file", type=Path)
+    command.set_defaults(command=_told(_check))
+
+    command = trace.add_parser("info", help="say what a trace holds")
+    command.add_argument("file", type=Path)
+    command.add_argument("--locality", action="store_true", help="also SRP and SCH (arXiv 2505.16056) and cache hit rates, which takes longer")
+    command.set_defaults(command=_told(_info))
+
+    command = trace.add_parser("record", help="record a profile's model on held-out text or its own generations, training it where need be")
+    command.add_argument("--profile", default="smoke", help="smoke, cpu, tier_b or tier_a (default: smoke)")
+    command.add_argument("--arm", choices=ARMS, default="baseline", help="the ordinary model, or the one trained with lambda_pred = 0.3 (default: baseline)")
+    command.add_argument("--seed", type=int, default=0, help="initialisation seed (default: 0)")
+    command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes", help="change the model's configuration, as in `predmoe train`")
+    command.add_argument("--generated", action="store_true", help="on the model's own generations")
+    for name, kind in (("per-domain", int), ("tokens", int), ("prompt", int), ("guesses", int), ("temperature", float), ("generation-seed", int)):
+        command.add_argument(f"--{name}", type=kind, help=f"Recording.{name.removeprefix('generation-').replace('-', '_')}")
+    command.add_argument("--predictors", nargs="+", help="linear, ranking, next_router, cotrained, token_id, static (default: the first three)")
+    command.add_argument("--out", type=Path, help="the trace's file (default: outputs/PROFILE/traces/ARM.trace.safetensors)")
+    command.set_defaults(command=_told(_record))
+
+    _add_simulate(commands)
+
+
+def _add_simulate(commands) -> None:
+    command = commands.add_parser("simulate", help="replay a trace against a cache and a disk; lists of values make a grid",
+                                  epilog="An option with several values is an axis: every combination is replayed.")  # fmt: skip
+    command.add_argument("trace", type=Path)
+    whole, number, text = dict(type=int, nargs="+", metavar="N"), dict(type=float, nargs="+", metavar="X"), dict(nargs="+", metavar="NAME")
+    cache = command.add_argument_group("cache")
+    cache.add_argument("--slots", **whole, help="experts that the cache holds (each layer's own cache with --scope layer)")
+    cache.add_argument("--bytes", **whole, help="capacity in bytes instead of slots")
+    cache.add_argument("--policy", **text, help="lru, fifo, lfu, lfru, least-stale, belady, static (default: lru)")
+    cache.add_argument("--scope", **text, help="global or layer (default: global)")
+    cache.add_argument("--pinned", **whole, help="most used experts that never leave (default: 0)")
+    cache.add_argument("--streaming", action="store_true", help="allow a cache smaller than a top-k set")
+    cache.add_argument("--cold", default="trace", help="trace: empty once; sequence: at each sequence's start (default: trace)")
+    ahead = command.add_argument_group("prefetch")
+    ahead.add_argument("--predictor", **text, default=["demand", "oracle"], help="demand (no prefetch), oracle, or predictors of the trace (default: demand oracle)")
+    ahead.add_argument("--horizon", nargs="+", type=_horizon, metavar="H[+H...]", help="layers ahead; 1+2 asks at both horizons (default: 1)")
+    ahead.add_argument("--budget", **whole, help="guesses beyond the top-k (default: 0)")
+    ahead.add_argument("--threshold", **number, help="least score of a guess (default: none)")
+    ahead.add_argument("--guard", **text, help="none, idle or window (default: none)")
+    ahead.add_argument("--no-expire", dest="expire", action="store_const", const=[False], help="keep queued guesses whose layer has run")
+    ahead.add_argument("--cancel", action="store_const", const=[True], help="drop queued guesses that a shorter horizon leaves out")
+    ahead.add_argument("--cross-token", action="store_const", const=[True], help="guess past the last layer, for the next token")
+    disk = command.add_argument_group("disk and compute")
+    for name, what in (("latency-ms", "latency of a read (default: 0.1)"), ("gb-per-s", "bandwidth (default: 5; inf: only latency)"), ("noise", "spread of read times (default: 0)"),
+                       ("attention-ms", "time of a layer up to its router (default: 1)"), ("expert-ms", "time of one expert (default: 0.25)"),
+                       ("shared-ms", "time of a layer's other work (default: 0)"), ("head-ms", "time of a pass's end (default: 0)")):  # fmt: skip
+        disk.add_argument(f"--{name}", **number, help=what)
+    disk.add_argument("--lanes", **whole, help="reads at a time (default: 1)")
+    disk.add_argument("--overlap", action="store_const", const=[True], help="compute experts as they arrive")
+    command.add_argument("--warmup", type=int, default=0, help="passes that fill the cache and enter no figure (default: 0)")
+    command.add_argument("--workers", type=int, help="threads (default: one per core)")
+    command.add_argument("--csv", type=Path, help="write the whole table")
+    command.add_argument("--json", type=Path, help="write the whole table with the trace's metadata")
+    command.add_argument("--quiet", action="store_true", help="no progress bar")
+    command.set_defaults(command=_told(_simulate))
+
+
+def _sizes(text: str) -> int | list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def _horizon(text: str) -> int | tuple[int, ...]:
+    parts = tuple(int(part) for part in text.split("+"))
+    return parts[0] if len(parts) == 1 else parts
+
+
+def _told(command: Callable) -> Callable:
+    """`command` with faults of traces, settings and named files as ConfigError, and each warning as one line."""
+
+    def run(options) -> int:
+        from .simulator import SimulationError, SimulationWarning
+        from .traces import TraceError, TraceWarning
+
+        with _one_line_warnings(TraceWarning, SimulationWarning):
+            try:
+                return command(options)
+            except (TraceError, SimulationError) as error:
+                raise ConfigError(str(error)) from None
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+                raise ConfigError(f"{error.filename2 or error.filename}: {os.strerror(error.errno)}") from None
+
+    return run
+
+
+@contextlib.contextmanager
+def _one_line_warnings(*kinds: type[Warning]) -> Iterator[None]:
+    """Warnings of these kinds as one line on stderr, each text once; other kinds as usual."""
+    told: set[str] = set()
+
+    def show(message, category, *rest, **more):
+        if not issubclass(category, kinds):
+            usual(message, category, *rest, **more)
+        elif str(message) not in told:
+            told.add(str(message))
+            print(f"predmoe: warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        usual, warnings.showwarning = warnings.showwarning, show
+        for kind in kinds:
+            warnings.simplefilter("always", kind)
+        yield
+
+
+def _import(options) -> int:
+    from . import traces
+
+    asked = {name: getattr(options, name) for name in ("num_experts", "expert_bytes", "prompt", "sequences", "on_policy")}
+    asked |= {name: getattr(options, f"said_{name}") for name in ("model", "source", "domain")}
+    trace = traces.read(options.source, options.kind, **{name: value for name, value in asked.items() if value is not None})
+    traces.save(trace, options.out)
+    print(f"{options.out}: {_size(trace)}")
+    return 0
+
+
+def _check(options) -> int:
+    from . import traces
+
+    print(f"{options.file}: sound; {_size(traces.load(options.file))}")
+    return 0
+
+
+def _size(trace) -> str:
+    count = lambda n, what: f"{n:,} {what}{'' if n == 1 else 's'}"  # noqa: E731
+    meta = trace.meta
+    return f"{count(trace.num_tokens, 'token')} in {count(len(set(trace.sequence.tolist())), 'sequence')}, {count(trace.num_layers, 'MoE layer')} x {meta.num_experts} experts, top-{meta.top_k}"
+
+
+def _info(options) -> int:
+    from . import locality, traces
+
+    trace = traces.load(options.file)
+    meta = trace.meta
+    tokens = trace.starts[1:] - trace.starts[:-1]
+    part = lambda phase: f"{tokens[trace.phase == phase].sum():,} tokens in {(trace.phase == phase).sum():,} passes"  # noqa: E731
+    sizes = sorted({size / 1e6 for size in meta.expert_bytes})
+    lines = {
+        "model": meta.model or "not given", "source": meta.source or "not given", "domain": meta.domain or "not given", "notes": meta.notes,
+        "text": {True: "the model's own output", False: "teacher-forced", None: "not said whether the model's own"}[meta.on_policy],
+        "size": _size(trace) + f"; {meta.model_layers} layers in the model, {meta.shared_experts} shared experts",
+        "expert": f"{sizes[0]:.6g} MB" + (f" to {sizes[-1]:.6g} MB" if len(sizes) > 1 else ""),
+        "prefill": part(traces.PREFILL), "decode": part(traces.DECODE),
+        "also holds": ", ".join(name for name, array in (("gate weights", trace.weights_NLK), ("token ids", trace.token_ids)) if array is not None) or "nothing",
+    }  # fmt: skip
+    lines |= {f"{name}, h={h}": _accuracy(trace, prediction) for (name, h), prediction in sorted(trace.predictions.items())}
+    figures = locality.locality(trace) if options.locality else {"reuse": locality.reuse(trace), "switch_rate": locality.switch_rate(trace)} if _adjacent(trace) else {}
+    lines |= {name: f"{value:.4f}" for name, value in figures.items()}
+    for name, text in lines.items():
+        if text:
+            print(f"{name:15} {text}")
+    return 0
+
+
+def _adjacent(trace) -> bool:
+    return bool((trace.sequence[1:] == trace.sequence[:-1]).any())
+
+
+def _accuracy(trace, prediction) -> str:
+    """hit@k within a token: the share of the chosen experts among the first k guesses, where there are guesses."""
+    h, K = prediction.horizon, trace.meta.top_k
+    M = prediction.experts_NLM.shape[2]
+    if h >= trace.num_layers:
+        return f"{M} guesses, all for the next token"
+    guessed, true = prediction.experts_NLM[:, : trace.num_layers - h, :K], trace.experts_NLK[:, h:]
+    asked = (guessed[..., :1] >= 0) & (true >= 0)
+    if not asked.any():
+        return f"{M} guesses, none for a layer of the same token"
+    return f"hit@{K} {(guessed[..., None, :] == true[..., :, None]).any(-1)[asked].mean():.4f}, {M} guesses"
+
+
+def _record(options) -> int:
+    from . import config, recording, runs
+    from .cli import sections
+
+    asked = {name: getattr(options, name) for name in ("per_domain", "tokens", "prompt", "guesses", "temperature")}
+    asked |= {"seed": options.generation_seed, "predictors": options.predictors and tuple(options.predictors)}
+    what = recording.Recording(kind=recording.GENERATED if options.generated else recording.HELDOUT, **{n: v for n, v in asked.items() if v is not None})
+    changes = sections(options.changes)
+    changes["objective"] = ARMS[options.arm] | changes.get("objective", {})
+    tier = options.profile.removeprefix("tier_")
+    run = config.tier(tier, seed=options.seed, **changes)
+    path = options.out or recording.trace_path(options.profile, options.arm, what)
+    say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    trace = recording.get_or_record(run, config.TIERS[tier].posthoc, what, path=path, store=runs.default_store(options.profile), report=say)
+    print(f"{path}: {_size(trace)}")
+    return 0
+
+
+def _simulate(options) -> int:
+    from . import simulator, traces
+
+    if (options.slots is None) == (options.bytes is None):
+        raise ConfigError("say what the cache holds: either --slots or --bytes")
+    for out in (options.csv, options.json):   # before the work, not after it
+        if out and not out.parent.is_dir():
+            raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
+    trace = traces.load(options.trace)
+    names = {"policy": "cache_policy", "predictor": "policy"}
+    axes = ("predictor", "slots", "bytes", "policy", "scope", "pinned", "horizon", "budget", "threshold", "guard", "expire", "cancel", "cross_token",
+            "latency_ms", "gb_per_s", "lanes", "noise", "attention_ms", "expert_ms", "shared_ms", "head_ms", "overlap")  # fmt: skip
+    grid = {names.get(name, name): getattr(options, name) for name in axes if getattr(options, name) is not None}
+    grid["policy"] = grid.pop("policy")   # last, so that the predictors of one setting stand together
+    capacity = dict(slots=options.slots[0]) if options.slots else dict(bytes=options.bytes[0])
+    table = simulator.sweep(trace, cache=simulator.Cache(**capacity, streaming=options.streaming), warmup=options.warmup, cold=options.cold,
+                            workers=options.workers, progress=not options.quiet, **grid)  # fmt: skip
+    table = table.rename(columns=COLUMNS)
+    asked = [COLUMNS.get(name, name) for name in grid]
+    varied = [name for name in asked if name == "predictor" or len(grid[{v: k for k, v in COLUMNS.items()}.get(name, name)]) > 1]
+    shown = table[[*varied, *(name for name in SHOWN if name in table)]]
+    print(shown.to_string(index=False, na_rep="-", float_format=lambda value: f"{value:.4g}"))
+    if options.csv:
+        table.to_csv(options.csv, index=False)
+    if options.json:
+        rows = [{name: _plain(value) for name, value in row.items()} for row in table.to_dict("records")]
+        facts = {"model": trace.meta.model, "source": trace.meta.source, "domain": trace.meta.domain, "on_policy": trace.meta.on_policy, "notes": trace.meta.notes}
+        settings = {"warmup": options.warmup, "cold": options.cold, "streaming": options.streaming}
+        options.json.write_text(json.dumps({"trace": facts, "settings": settings, "rows": rows}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return 0
+
+
+def _plain(value):
+    """A table's value as JSON has it: no NaN, an infinite bandwidth as the text "inf"."""
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value.item() if hasattr(value, "item") else value

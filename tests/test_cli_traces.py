@@ -1,0 +1,278 @@
+"""`predmoe trace` and `predmoe simulate`: what they print and write, and one clear sentence for whatever is wrong."""
+
+import dataclasses
+import json
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from test_traces import META, ROUTE, skewed
+
+from predmoe import cli, traces
+from predmoe.simulator import Cache, Compute, Disk, Prefetch, replay
+from predmoe.traces import Prediction, build
+
+LINES = '{"tok": 1, "layers": [[0, 3], [1, 2]]}\n{"tok": 2, "layers": [[0, 1], [3, 2]]}\n'
+
+
+def sound(n=40, **changes):
+    """A trace of 3 layers x 8 experts, top-2, with a predictor at horizons 1 and 2."""
+    rng = np.random.default_rng(0)
+    guess = lambda h: Prediction(h, np.stack([np.stack([rng.permutation(8)[:4] for _ in range(3)]) for _ in range(n)]), np.tile([0.4, 0.3, 0.2, 0.1], (n, 3, 1)))  # noqa: E731
+    trace = build(META, skewed(rng, n), weights_NLK=np.full((n, 3, 2), 0.5), predictions=[("linear", guess(1)), ("linear", guess(2))])
+    return dataclasses.replace(trace, **changes)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "t.trace"
+    traces.save(sound(), path)
+    return path
+
+
+def refused(capsys, arguments, said):
+    """Exit code 2 and one line on stderr that says it, nothing on stdout."""
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("predmoe: ") and printed.err.count("\n") == 1, printed
+    assert said in printed.err
+
+
+# --- import, check, info ----------------------------------------------------------------------------------------------
+
+def test_import_writes_a_trace_that_check_finds_sound_and_info_describes(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text(ROUTE)
+    out = tmp_path / "t.trace"
+    assert cli.main(["trace", "import", str(tmp_path / "t.csv"), str(out), "--source", "by hand", "--domain", "none", "--on-policy"]) == 0
+    assert capsys.readouterr().out == f"{out}: 3 tokens in 1 sequence, 2 MoE layers x 4 experts, top-2\n"
+    trace = traces.load(out)
+    assert (trace.meta.source, trace.meta.domain, trace.meta.on_policy, trace.meta.expert_bytes) == ("by hand", "none", True, (100, 200))
+    assert cli.main(["trace", "check", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: sound; 3 tokens in 1 sequence, 2 MoE layers x 4 experts, top-2\n"
+    assert cli.main(["trace", "info", str(out)]) == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["model"] == "tiny" and said["text"] == "the model's own output" and said["expert"] == "0.0001 MB to 0.0002 MB"
+    assert said["prefill"] == "2 tokens in 1 passes" and said["decode"] == "1 tokens in 1 passes" and said["reuse"] == "0.5000"
+
+
+def test_import_takes_what_a_format_does_not_say(tmp_path, capsys):
+    (tmp_path / "t.jsonl").write_text(LINES)
+    out = tmp_path / "t.trace"
+    assert cli.main(["trace", "import", str(tmp_path / "t.jsonl"), str(out), "--num-experts", "9", "--expert-bytes", "5,6", "--teacher-forced", "--format", "tokens"]) == 0
+    meta = traces.load(out).meta
+    assert (meta.num_experts, meta.expert_bytes, meta.on_policy) == (9, (5, 6), False)
+
+
+def test_info_gives_each_predictors_hit_at_k_and_on_request_the_locality(file, capsys):
+    trace = traces.load(file)
+    expected = (trace.prediction("linear", 2).experts_NLM[:, :1, :2, None] == trace.experts_NLK[:, 2:, None, :]).any(-2).mean()
+    assert cli.main(["trace", "info", str(file), "--locality"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"linear, h=2 hit@2 {expected:.4f}, 4 guesses " in said and " srp 0." in said and " belady 0." in said and " also holds gate weights " in said
+
+
+@pytest.mark.parametrize("old, new, said", [
+    ("0,0,1,1,1,1,0.1,0,200\n", "", "line 10: 1 experts, not top-2"),                       # wrong k
+    ("0,0,1,1,1,1,0.1,0,200", "0,0,1,1,1,0,0.1,0,200", "line 10: an expert appears twice"),
+    ("0,0,1,1,1,1,0.1,0,200", "0,0,1,1,1,-1,0.1,0,200", "line 11: expert id -1 is outside 0..3"),
+    ("0,0,1,1,1,1,0.1,0,200", "0,0,1,1,1,4,0.1,0,200", "line 11: expert id 4 is outside 0..3"),
+    ("0,0,1,1,1,1,0.1,0,200", "0,0,1,1,1,1,nan,0,200", "line 11: the gate weight is not finite"),
+    ("0,1,2,0,0,3,0.5,1,0\n0,1,2,0,1,2,0.5,1,0\n0,1,2,1,0,0,0.5,1,0\n", "0,1,2,1,0,0,0.5,1,0\n0,1,2,0,0,3,0.5,1,0\n", "line 13: layers out of order"),
+    ("0,1,2,1,1,2,0.5,0,200\n", "0,1,2,1,1", "line 15: 5 fields of 9; is the file cut short"),
+    ("route_trace v1", "route_trace v3", "line 1: '# route_trace v3'"),
+    (ROUTE[ROUTE.index("0,0,0,0"):], "", "the trace is empty"),
+    ("n_expert=4", "n_expert=four", "do not give n_expert as a number"),
+])
+def test_a_faulty_csv_is_refused_with_its_line(tmp_path, capsys, old, new, said):
+    path = tmp_path / "t.csv"
+    assert old in ROUTE
+    path.write_text(ROUTE.replace(old, new))
+    refused(capsys, ["trace", "import", path, tmp_path / "out.trace"], said)
+    assert not (tmp_path / "out.trace").exists()
+
+
+@pytest.mark.parametrize("text, said", [
+    (LINES.replace("[3, 2]", "[3]"), "line 2, layer 1: 1 experts, not top-2"),
+    (LINES.replace("[3, 2]", "[3, 3]"), "line 2, layer 1: an expert appears twice"),
+    (LINES.replace("[3, 2]", "[3, -2]"), "line 2, layer 1: [3, -2] are not all expert ids"),
+    (LINES.replace("[3, 2]", "[3, 4]"), "line 2, layer 1: an expert id is not below num_experts=4"),
+    (LINES.replace("[3, 2]", "7"), "line 2: not a list of expert ids for each layer"),
+    (LINES[:-9], "line 2: no JSON object with layers; is the file cut short?"),
+    ("", "the file is empty"),
+    ("hello\n", "the format is not recognised"),
+])
+def test_faulty_token_lines_are_refused_with_their_line(tmp_path, capsys, text, said):
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    refused(capsys, ["trace", "import", path, tmp_path / "out.trace", *(["--num-experts", 4] if "layers" in text else [])], said)
+
+
+def test_a_faulty_per_prompt_file_is_refused(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    head = {"model": "g", "num_layers": 1, "num_experts": 4, "top_k": 2}
+    for prompts, said in (({"a": [1]}, "not a per-prompt trace"), ({"a": {"decode": [[[0, 1], 3]]}}, "a, decode 0: not a list of expert ids"), ({}, "the trace is empty")):
+        path.write_text(json.dumps(head | {"prompts": prompts}))
+        refused(capsys, ["trace", "import", path, tmp_path / "out.trace"], said)
+    path.write_text(json.dumps(head)[:20])
+    refused(capsys, ["trace", "import", path, tmp_path / "out.trace"], "not a per-prompt trace, or cut short")
+
+
+def test_files_that_are_no_text_or_not_there_are_refused(tmp_path, capsys):
+    path = tmp_path / "t.csv"
+    path.write_bytes(ROUTE.replace("tiny", "t\xefny").encode("latin-1"))
+    refused(capsys, ["trace", "import", path, tmp_path / "o"], "not UTF-8 text (byte 26)")
+    refused(capsys, ["trace", "import", tmp_path / "none.csv", tmp_path / "o"], "none.csv: No such file or directory")
+    refused(capsys, ["trace", "import", tmp_path, tmp_path / "o"], "Is a directory")
+    path.write_text(ROUTE)
+    refused(capsys, ["trace", "import", path, tmp_path / "nowhere" / "o"], "nowhere: no such folder to write o in")
+    refused(capsys, ["trace", "import", path, tmp_path], "Is a directory")
+    refused(capsys, ["trace", "import", path, tmp_path / "o", "--num-experts", 4], "the format route takes no num_experts; it takes source, domain, on_policy")
+    refused(capsys, ["trace", "import", path, tmp_path / "o", "--format", "colibri"], "the format colibri does not say num_experts: give it")
+    refused(capsys, ["trace", "import", path, tmp_path / "o", "--format", "gguf"], "unknown format 'gguf'; it must be one of route, tokens")
+
+
+def changed(array, place, value):
+    array = array.copy()
+    array[place] = value
+    return array
+
+
+EXPERTS = sound().experts_NLK
+GUESS = sound().prediction("linear", 1)
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(experts_NLK=changed(EXPERTS, (7, 1, 1), -1)), "row 22 (token 7, layer 2): fewer than the top-2 experts"),                # wrong k
+    (dict(experts_NLK=changed(EXPERTS, (7, 1), 5)), "row 22 (token 7, layer 2): an expert appears twice"),
+    (dict(experts_NLK=changed(EXPERTS, (7, 1, 0), -3)), "row 22 (token 7, layer 2): a negative expert id"),
+    (dict(experts_NLK=changed(EXPERTS, (7, 1, 0), 8)), "row 22 (token 7, layer 2): an expert id is not below num_experts=8"),
+    (dict(weights_NLK=changed(np.full((40, 3, 2), 0.5, np.float32), (7, 1, 0), np.nan)), "row 22 (token 7, layer 2): a gate weight is not finite"),
+    (dict(predictions={("linear", 1): Prediction(1, changed(GUESS.experts_NLM, (7, 1, 0), 9), GUESS.scores_NLM)}), "linear at horizon 1, row 22 (token 7, layer 2): a predicted id"),
+    (dict(predictions={("linear", 1): Prediction(1, GUESS.experts_NLM[:9], GUESS.scores_NLM[:9])}), "predictions of the shape (9, 3, 4) for 40 tokens"),
+    (dict(experts_NLK=EXPERTS[:0]), "the trace is empty"),
+    (dict(experts_NLK=EXPERTS.astype(np.int32)), "experts is int32, which it never is in a trace"),
+    (dict(starts=np.arange(40)), "starts must rise from 0 to the 40 tokens"),
+])
+@pytest.mark.parametrize("command", [["trace", "check"], ["trace", "info"], ["simulate", "--slots", "4"]], ids=["check", "info", "simulate"])
+def test_a_faulty_trace_is_refused_with_its_row(tmp_path, capsys, command, change, said):
+    path = tmp_path / "t.trace"
+    traces.save(sound(**change), path)
+    refused(capsys, [*command[:2], path] if command[0] == "trace" else ["simulate", path, *command[1:]], said)
+
+
+def test_layers_out_of_order_and_another_version_are_refused(file, tmp_path, capsys):
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    for change, said in ((lambda h: h["meta"].update(layers=[2, 1, 3]), "layers out of order: [2, 1, 3]"), (lambda h: h.update(version=2), "trace version 2, this program reads version 1"),
+                         (lambda h: h["meta"].pop("top_k"), "the trace is incomplete"), (lambda h: h.clear(), "a safetensors file, but no trace")):  # fmt: skip
+        entries = json.loads(data[8 : 8 + length])
+        header = json.loads(entries["__metadata__"]["predmoe_trace"])
+        change(header)
+        entries["__metadata__"]["predmoe_trace"] = json.dumps(header)
+        text = json.dumps(entries).encode()
+        (tmp_path / "other.trace").write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+        refused(capsys, ["trace", "check", tmp_path / "other.trace"], said)
+
+
+def test_whatever_a_file_holds_check_ends_in_a_sentence(file, tmp_path, capsys):
+    data, other = file.read_bytes(), tmp_path / "other.trace"
+    header = lambda value: struct.pack("<Q", len(json.dumps(value))) + json.dumps(value).encode()  # noqa: E731
+    for content in (b"", b"ab", data[:40], data[:500], data[:-1], b"not a trace at all, but text\n", os.urandom(300), header([1]), header({"experts": 3}), header({"experts": {"dtype": "I16"}}),
+                    header({"experts": {"dtype": "I16", "shape": [2], "data_offsets": [0, 3]}}) + b"abc", header({"__metadata__": {"predmoe_trace": "{"}}), ROUTE.encode()):  # fmt: skip
+        other.write_bytes(content)
+        refused(capsys, ["trace", "check", other], "other.trace")
+    refused(capsys, ["trace", "check", tmp_path / "none.trace"], "none.trace: No such file or directory")
+    refused(capsys, ["trace", "check", tmp_path], "Is a directory")
+
+
+def test_uniform_usage_is_one_line_of_warning(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    drawn = np.stack([np.stack([rng.permutation(8)[:2] for _ in range(3)]) for _ in range(200)])
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"tok": n, "layers": layers}) + "\n" for n, layers in enumerate(drawn.tolist())))
+    assert cli.main(["trace", "import", str(tmp_path / "t.jsonl"), str(tmp_path / "t.trace")]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("predmoe: warning: expert usage is uniform") and printed.err.count("\n") == 1 and "200 tokens" in printed.out
+
+
+# --- simulate ---------------------------------------------------------------------------------------------------------
+
+def test_simulate_is_a_grid_of_replays_as_table_csv_and_json(file, tmp_path, capsys):
+    csv, out = tmp_path / "t.csv", tmp_path / "t.json"
+    options = ["--slots", "6", "12", "--policy", "lru", "belady", "--predictor", "demand", "linear", "--horizon", "1", "1+2", "--budget", "2", "--gb-per-s", "0.00001", "inf", "--latency-ms", "0.2",
+               "--attention-ms", "0.5", "--warmup", "3", "--csv", str(csv), "--json", str(out), "--quiet"]  # fmt: skip
+    assert cli.main(["simulate", str(file), *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and printed.out.count("\n") == 1 + 2 * 2 * 2 * (1 + 2)
+    table, rows = pd.read_csv(csv), json.loads(out.read_text())["rows"]
+    assert len(table) == len(rows) == 24 and set(printed.out.split("\n")[0].split()) >= {"slots", "policy", "predictor", "horizon", "gb_per_s", "tok_s", "stall_ms"}
+    line = next(r for r in rows if (r["slots"], r["policy"], r["predictor"], r["horizon"], r["gb_per_s"]) == (12, "belady", "linear", [1, 2], 0.00001))
+    outcome = replay(traces.load(file), Cache(slots=12, policy="belady"), Disk(gb_per_s=0.00001, latency_ms=0.2), compute=Compute(attention_ms=0.5),
+                     prefetch=Prefetch(source="linear", horizon=(1, 2), budget=2), warmup=3)  # fmt: skip
+    assert {name: line[name] for name in outcome.summary()} == outcome.summary()
+    demand = next(r for r in rows if r["predictor"] == "demand" and r["gb_per_s"] == "inf")
+    assert demand["horizon"] is None and json.loads(out.read_text())["trace"]["on_policy"] is False
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--slots", 0], "slots=0: a cache needs at least one slot"),
+    (["--slots", 1], "top-2"),                                                                                 # below one top-k set
+    (["--bytes", 25], "top-2"),
+    (["--slots", 4, "--latency-ms", "-1"], "latency_ms=-1.0 must be a number of at least 0.0"),
+    (["--slots", 4, "--attention-ms", "-0.5"], "attention_ms=-0.5 must be"),
+    (["--slots", 4, "--expert-ms", "nan"], "expert_ms=nan must be"),
+    (["--slots", 4, "--gb-per-s", "0"], "gb_per_s=0.0 must be positive"),
+    (["--slots", 4, "--gb-per-s", "-2"], "gb_per_s=-2.0 must be positive"),
+    (["--slots", 4, "--horizon", 3], "horizon 3 is beyond the last layer: the trace has 3 MoE layers"),
+    (["--slots", 4, "--horizon", 0], "horizon=0 must be"),
+    (["--slots", 4, "--predictor", "ranking"], "holds no predictor 'ranking' at horizon 1; it holds linear at horizons 1, 2"),
+    (["--slots", 4, "--predictor", "linear", "--budget", 3], "linear has 4 guesses per layer; top-2 and a budget of 3 need 5"),
+    (["--slots", 4, "--threshold", 0.5], "the oracle has no scores"),
+    (["--slots", 4, "--policy", "clever"], "policy='clever' is unknown; choose one of lru, fifo"),
+    (["--slots", 4, "--guard", "dog"], "guard='dog' is unknown"),
+    (["--slots", 4, "--warmup", 40], "warmup=40 must leave some of the trace's 40 passes"),
+    (["--slots", 4, "--cold", "often"], "cold='often' is unknown"),
+    (["--slots", 4, "--bytes", 100], "either --slots or --bytes"),
+    ([], "either --slots or --bytes"),
+    (["--slots", 4, "--csv", "/nowhere/t.csv"], "/nowhere: no such folder to write t.csv in"),
+])
+def test_a_simulation_that_cannot_be_run_is_one_sentence(file, capsys, options, said):
+    refused(capsys, ["simulate", file, "--quiet", *options], said)
+
+
+def test_a_prefetch_that_issues_nothing_is_one_line_of_warning(file, capsys):
+    assert cli.main(["simulate", str(file), "--slots", "6", "8", "--predictor", "linear", "--threshold", "0.99", "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "predmoe: warning: prefetch is on (linear) but nothing was issued\n" and printed.out.count("\n") == 3
+
+
+def test_simulate_shows_its_progress(file, capsys):
+    assert cli.main(["simulate", str(file), "--slots", "6"]) == 0
+    assert "2/2" in capsys.readouterr().err
+
+
+# --- record -----------------------------------------------------------------------------------------------------------
+
+def test_record_asks_for_the_arms_run_and_says_where_the_trace_lies(house, monkeypatch, capsys):
+    from predmoe import config, recording
+
+    asked = []
+    monkeypatch.setattr(recording, "get_or_record", lambda run, posthoc, what, **where: asked.append((run, posthoc, what, where)) or sound())
+    assert cli.main(["trace", "record", "--profile", "cpu", "--arm", "joint", "--seed", "2", "--set", "train.steps=10", "--generated", "--tokens", "40", "--generation-seed", "5", "--predictors", "linear"]) == 0
+    run, posthoc, what, where = asked[0]
+    assert run == config.tier("cpu", seed=2, objective={"lambda_pred": 0.3}, train={"steps": 10}) and posthoc == config.TIERS["cpu"].posthoc
+    assert what == recording.Recording(kind="generated", tokens=40, seed=5, predictors=("linear",))
+    assert where["path"] == Path(house.outputs) / "cpu" / "traces" / "joint-generated.trace.safetensors" and where["store"] == house.outputs / "cpu" / "runs"
+    assert capsys.readouterr().out == f"{where['path']}: 40 tokens in 1 sequence, 3 MoE layers x 8 experts, top-2\n"
+    assert cli.main(["trace", "record", "--out", "x.trace"]) == 0 and asked[1][0] == config.tier("smoke", seed=0) and asked[1][3]["path"] == Path("x.trace")
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--profile", "huge"], "tier='huge' is unknown"),
+    (["--prompt", 500], "prompt=500 lie in 1..95"),
+    (["--predictors", "psychic"], "must be different ones of linear"),
+])
+def test_a_recording_that_cannot_be_made_is_one_sentence(house, capsys, options, said):
+    refused(capsys, ["trace", "record", *options], said)
