@@ -206,8 +206,8 @@ def gain_map(found: pd.DataFrame) -> Figure:
             if z.min() < 0 < z.max():
                 ax.contour(z, levels=[0], colors="black", linewidths=1.8)
             for y, x in np.ndindex(z.shape):
-                dark = abs(norm(z[y, x]) - 0.5) > 0.36
-                ax.text(x, y, f"{z[y, x]:+.0f}", ha="center", va="center", fontsize=6.5, color="white" if dark else "#222222")
+                dark = abs(norm(z[y, x]) - 0.5) > 0.27
+                ax.text(x, y, f"{z[y, x]:+z.0f}", ha="center", va="center", fontsize=6.5, color="white" if dark else "#222222")
             ax.set(xticks=range(len(precisions)), yticks=range(len(recalls)), xticklabels=[f"{v:g}" for v in precisions], yticklabels=[f"{v:g}" for v in recalls])
             ax.tick_params(labelsize=7.5)
             ax.grid(visible=False)
@@ -265,7 +265,8 @@ def best_settings(best: pd.DataFrame) -> Figure:
         for y, latency in enumerate(latencies):
             for x, disk in enumerate(disks):
                 row = cells.loc[(latency, disk)]
-                text = f"{100 * row.gain:+.1f}%\nh={row.horizon}, +{row.budget}, {row.guard}" if row.gain > 0 else "no prefetch"
+                guarded = "guarded" if row.guard == "window" else "no guard"
+                text = f"{100 * row.gain:+.1f}%\nh={row.horizon}, +{row.budget}, {guarded}" if row.gain > 0 else "no prefetch"
                 ax.text(x, y, text, ha="center", va="center", fontsize=7.5, color="white" if z[y, x] > 0.6 * top else "#222222")
         ax.set(title=f"{cache} slots per layer", yticks=range(len(latencies)), yticklabels=[f"{v:g}" for v in latencies], ylabel="latency (ms)")
         ax.grid(visible=False)

@@ -234,11 +234,16 @@ def levels(rows: pd.DataFrame, variant: str) -> pd.DataFrame:
 
 
 def effects(rows: pd.DataFrame, arm: str, minus: str, metric: str = "tok_s", *, relative: bool = True) -> list[dict]:
-    """`arm` against `minus` in every variant, paired by seed, as a share of `minus` (or in the metric's unit)."""
+    """`arm` against `minus` in every variant, paired by seed, as a share of `minus` (or in the metric's unit).
+
+    Raises ResultError where a share of zero is asked for, as of the waste of a run too short to waste anything.
+    """
     found = []
     for name in dict.fromkeys(rows.variant):
         part = rows[rows.variant == name]
         values = {which: dict(zip(part.seed[part.arm == which], part.loc[part.arm == which, metric])) for which in (arm, minus)}
+        if relative and not all(values[minus].values()):
+            raise results.ResultError(f"{minus} has a {metric} of 0 in the variant {name!r}, so there is no relative change: replay more tokens than {int(part.tokens.iloc[0])}")
         effect = stats.paired(values[arm], values[minus], relative=relative, name=f"{arm} - {minus}, {metric}, {name}", unit="share" if relative else metric)
         found.append(effect.as_dict() | {"variant": name, "treatment": arm, "control": minus, "metric": metric, "family": "exploratory"})
     return found

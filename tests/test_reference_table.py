@@ -91,6 +91,12 @@ def test_effects_are_paired_by_seed(rows):
     assert effect["per_seed"] == pytest.approx((part["joint-linear"] / part["baseline-linear"] - 1).tolist())
 
 
+def test_a_share_of_nothing_is_an_error_that_says_what_to_do(rows):
+    nothing = rows.assign(wasted_mb=0.0)
+    with pytest.raises(results.ResultError, match="baseline-linear has a wasted_mb of 0 .* replay more tokens than 8"):
+        rt.effects(nothing, "joint-linear", "baseline-linear", "wasted_mb")
+
+
 def test_our_accuracies_are_those_of_one_model_seed():
     found = results.load("cpu", "02_horizons")
     mine = rt.our_accuracies(found, 1)
