@@ -109,7 +109,7 @@ TINY = {
 # Simulations, as small as they go.
 SMALL = {
     "05_cache_simulation": {"seeds": [0], "model_seeds": [0], "tokens": 24, "warmup": 8, "lengths": [4, 8], "model_shares": [0.5], "curve_shares": [0.5],
-                            "sequences": 1, "colibri_tokens": 6, "model_tokens": 8},
+                            "sequences": 1, "colibri_tokens": 14, "model_tokens": 8},
     "08_latency_sensitivity": {"seeds": [0], "model_seeds": [0], "tokens": 6, "warmup": 3, "bandwidths": [3.5, 5.0], "prompt": 2, "sequences": 1, "map_recalls": [0.5, 0.9],
                                "map_precisions": [0.2, 0.9], "map_horizons": [1], "map_bandwidths": [5.0], "grid_bandwidths": [5.0], "grid_horizons": [1]},
 }  # fmt: skip
