@@ -15,6 +15,9 @@ from . import cli_traces, config
 from .config import ConfigError
 
 
+UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR)   # of a folder that a person named
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted."""
     options = _parser().parse_args(arguments)
@@ -23,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _say(str(error), 2)
     except OSError as error:
+        if error.errno in UNUSABLE and error.filename:
+            return _say(f"cannot use {error.filename}: {error.strerror}; name another folder or change its permissions", 2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return _say(f"no space left for {error.filename or 'a file'}; free some and run the same command again, what is finished is kept", 2)
@@ -79,6 +84,8 @@ def _report(options) -> int:
 def _plan(options) -> int:
     from . import plan, runs
 
+    if options.parallel < 1:
+        raise ConfigError(f"--parallel {options.parallel}: at least one run goes at a time")
     items = plan.plan(options.profile, options.only)
     print(plan.tell(items, options.parallel))
     if options.train:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -35,13 +37,13 @@ def _choice(name, value, allowed):
 
 
 def _at_least(name, value, least):
-    if not value >= least:
-        raise ConfigError(f"{name}={value!r} must be at least {least}")
+    if not least <= value < math.inf:
+        raise ConfigError(f"{name}={value!r} must be at least {least}{'' if value < math.inf else ' and finite'}")
 
 
 def _positive(name, value):
-    if not value > 0:
-        raise ConfigError(f"{name}={value!r} must be positive")
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name}={value!r} must be positive and finite")
 
 
 def _within(name, value, low, high):
@@ -141,6 +143,7 @@ class DataConfig:
     dev_tokens: int = 32_768
 
     def __post_init__(self):
+        _at_least("order_seed", self.order_seed, 0)
         _at_least("shuffle_buffer", self.shuffle_buffer, 1)
         _at_least("heldout_tokens", self.heldout_tokens, 1)
         _at_least("dev_tokens", self.dev_tokens, 1)
@@ -177,7 +180,9 @@ class TrainConfig:
             _within(name, getattr(self, name), 0.0, 1.0)
         _at_least("weight_decay", self.weight_decay, 0.0)
         _choice("dtype", self.dtype, DTYPES)
-        _choice("device", self.device.split(":")[0], ("cpu", "cuda"))
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device={self.device!r} is unknown; choose one of cpu, cuda, cuda:N")
+        _within("seed", self.seed, -(2**63), 2**63 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +227,9 @@ class RunConfig:
     predictor: PredictorConfig = PredictorConfig()
 
     def __post_init__(self):
+        for name in ("heldout_tokens", "dev_tokens"):
+            if getattr(self.data, name) < self.model.context:  # else it would be said at the end of training
+                raise ConfigError(f"{name}={getattr(self.data, name)} must be at least one context of {self.model.context} tokens")
         deepest = max(self.predictor.horizons)
         if deepest >= self.model.num_layers:
             raise ConfigError(f"horizons={self.predictor.horizons}: horizon {deepest} must be below num_layers={self.model.num_layers}")

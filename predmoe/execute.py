@@ -194,7 +194,7 @@ def _read(notebook: Path) -> nbformat.NotebookNode:
         return nbformat.read(notebook, as_version=4)
     except FileNotFoundError:
         raise ConfigError(f"there is no notebook {notebook}") from None
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError) as error:
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError, AttributeError) as error:   # the last of JSON that is no object
         raise ConfigError(f"{notebook} is not a notebook: {str(error).splitlines()[0][:120]}") from None
 
 
@@ -256,6 +256,8 @@ def _parameters(notebook: Path, profile: str) -> dict | None:
         return given if profile == "smoke" or defaults.keys() <= {"profile"} else None
     try:
         params = yaml.safe_load(source.read_text()) or {}
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(params, dict):
@@ -305,7 +307,11 @@ def _changed(job: Job, inputs: Mapping[str, str]) -> list[str]:
     """Why a job has to run: what changed since its executed copy was made."""
     if not job.out.exists() or not job.record.exists():
         return ["not run yet"]
-    before = json.loads(job.record.read_text())["inputs"]
+    try:
+        record = json.loads(job.record.read_text())
+        before = record["inputs"] | {} if record["seconds"] >= 0 else {}
+    except (ValueError, LookupError, TypeError):
+        return ["executed.json is damaged"]
     return [f"{name} changed" for name, digest in inputs.items() if before.get(name) != digest]
 
 

@@ -10,7 +10,6 @@ child process of its own, so that a notebook can be interrupted at any moment wi
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from predmoe.config import PREDICTORS, ConfigError, PosthocConfig, RunConfig, build, stable_hash, to_dict
 from predmoe.posthoc import heads_file
-from predmoe.train import is_complete, write_json
+from predmoe.train import is_complete, read_json, read_lines, write_json
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
@@ -50,11 +49,11 @@ class Run:
 
     def metrics(self) -> list[dict]:
         """The lines of metrics.jsonl: training terms, dev evaluations, and the final held-out one."""
-        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        return read_lines(self.path / "metrics.jsonl")
 
     def measurement(self, posthoc: PosthocConfig) -> dict | None:
         source = self.path / f"{posthoc_name(posthoc)}.json"
-        return json.loads(source.read_text()) if source.exists() else None
+        return read_json(source) if source.exists() else None
 
     def has_heads(self, posthoc: PosthocConfig) -> bool:
         """Whether the checkpoint and the post-hoc heads of a measurement are there: a clone of a repository has neither."""
@@ -79,7 +78,7 @@ def open_run(config: RunConfig, store: Path) -> Run:
     source = path / "config.json"
     if not source.exists():
         write_json(source, to_dict(config))
-    elif (found := build(RunConfig, json.loads(source.read_text())).hash) != config.hash:
+    elif (found := build(RunConfig, read_json(source)).hash) != config.hash:
         raise ConfigError(f"{source} describes run {found}, not {config.hash}; restore it, or remove its folder")
     return Run(path, config)
 

@@ -22,6 +22,8 @@ def run_configs(arms: Mapping[str, Mapping], seeds: Sequence[int], *, tier: str,
 
     `arms`: name -> changes to the tier's objective; `changes`: section -> changed fields of the tier, for every arm.
     """
+    if len(set(seeds)) != len(seeds):
+        raise config.ConfigError(f"seeds={list(seeds)} must be distinct: a seed that is there twice would count as two")
     return [
         (arm, config.tier(tier, seed=seed, objective=dict(changes.get("objective", {})) | dict(objective),
                           predictor={"horizons": list(horizons)}, **{k: dict(v) for k, v in changes.items() if k != "objective"}))
@@ -31,11 +33,15 @@ def run_configs(arms: Mapping[str, Mapping], seeds: Sequence[int], *, tier: str,
 
 def posthoc_config(tier: str, changes: Mapping) -> config.PosthocConfig:
     """The tier's predictor fit with some fields changed; unknown fields and wrong types are refused."""
+    if tier not in config.TIERS:
+        raise config.ConfigError(f"tier={tier!r} is unknown; choose one of {', '.join(config.TIERS)}")
     return config.build(config.PosthocConfig, dataclasses.asdict(config.TIERS[tier].posthoc) | dict(changes))
 
 
 def name_of(objective: Mapping) -> str:
     """An objective in a few words: target, gradient and final weight."""
+    if missing := [name for name in ("target", "gradient", "lambda_pred") if name not in objective]:
+        raise config.ConfigError(f"the objective {dict(objective)} lacks {', '.join(missing)}")
     return f"{objective['target']} target, {objective['gradient']} gradient, lambda {objective['lambda_pred']:g}"
 
 
@@ -65,6 +71,10 @@ def mechanism(p: Mapping) -> dict[str, Pairs]:
 
 def horizons(p: Mapping) -> dict[str, Pairs]:
     """02_horizons: the candidates on the selection seeds; baseline, joint and alternative on the others."""
+    if shared := sorted(set(p["seeds"]) & set(p["selection_seeds"])):
+        raise config.ConfigError(f"seeds and selection_seeds share {', '.join(map(str, shared))}: the alternative must be chosen on seeds that the report does not use")
+    if not p["seeds"]:
+        raise config.ConfigError("seeds=[] names no seed: a report needs one at least")
     candidates = {"baseline": BASELINE} | {name_of(objective): objective for objective in p["selection_objectives"]}
     alternative = {"target": p["alternative_target"], "gradient": p["alternative_gradient"], "lambda_pred": p["alternative_lambda"]}
     arms = {"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"]}} | ({"alternative": alternative} if p["alternative_lambda"] else {})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import threading
 import time
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from predmoe.predictor import Predictor
 
 LOG_EVERY = 25  # steps
 CHECKPOINT_SECONDS = 60.0
+BEGIN_ANEW = "restore it from a copy, or remove it to train the run from its start"
 
 
 class TrainingError(RuntimeError):
@@ -46,6 +48,25 @@ def write_json(path: Path, value) -> None:
     except OSError as error:  # of a failed write, which does not say of which file
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def read_json(path: Path):
+    """What `write_json` wrote. Raises ConfigError where the file is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:  # JSON's and UTF-8's own errors are ValueErrors
+        raise ConfigError(f"{path} is damaged ({error}); restore it from a copy, or remove the folder {path.parent} to make it again") from None
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl. Raises ConfigError with the number of the first that is damaged."""
+    lines = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            raise ConfigError(f"{path}, line {number} is damaged; restore the file from a copy, or remove the folder {path.parent} to train the run again") from None
+    return lines
 
 
 def learning_rate(config, step: int) -> float:
@@ -138,6 +159,8 @@ class Trainer:
                  "optimizer": self.optimizer.state_dict(), "log_bytes": self._log.stat().st_size}
         with self._saving():
             try:
+                with open(self._log, "rb") as log:  # on the disk before a checkpoint that counts on its bytes
+                    os.fsync(log.fileno())
                 with open(partial, "wb") as file:
                     torch.save(state, file)
                     file.flush()
@@ -152,13 +175,20 @@ class Trainer:
         if not self._state.exists():
             self._log.write_text("")
             return
-        state = torch.load(self._state, map_location=self.config.train.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        if self.predictor is not None:
-            self.predictor.load_state_dict(state["predictor"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds = state["step"], state["seconds"]
-        os.truncate(self._log, state["log_bytes"])
+        try:
+            state = torch.load(self._state, map_location=self.config.train.device, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            if self.predictor is not None:
+                self.predictor.load_state_dict(state["predictor"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.seconds, logged = state["step"], state["seconds"], state["log_bytes"]
+        except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0][:120]
+            raise TrainingError(f"cannot resume from {self._state}: it is damaged or of another run ({why}); {BEGIN_ANEW}") from error
+        found = self._log.stat().st_size if self._log.exists() else 0
+        if found < logged:  # truncate would fill it up with zeros
+            raise TrainingError(f"cannot resume from {self._state}: {self._log.name} has {found} bytes, at step {self.step} it had {logged}; {BEGIN_ANEW}")
+        os.truncate(self._log, logged)
         self.progress(f"resumed at step {self.step}")
 
     def log(self, **values) -> None:

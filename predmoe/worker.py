@@ -7,7 +7,6 @@ Progress goes to standard output, line by line; a failure ends with one sentence
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from predmoe.data import prepare
 from predmoe.locking import FolderLock
 from predmoe.model import load_checkpoint
 from predmoe.posthoc import heads_file, measure
-from predmoe.train import CHECKPOINT_SECONDS, Trainer, TrainingError, check_device, is_complete, load_predictor, write_json
+from predmoe.train import CHECKPOINT_SECONDS, Trainer, TrainingError, check_device, is_complete, load_predictor, read_json, read_lines, write_json
 
 
 def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, progress=print) -> None:
@@ -43,15 +42,18 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
     """
     check_device(config.train.device)
     torch.set_num_threads(config.train.threads)
+    # Read before the fit, which takes minutes: a damaged file stops it at once.
+    timing, trained_by = read_json(folder / "timing.json"), read_json(folder / "provenance.json")
+    terms = [line["terms"] for line in read_lines(folder / "metrics.jsonl") if "terms" in line]
+    if not terms:
+        raise ConfigError(f"{folder / 'metrics.jsonl'} has no training step; restore it from a copy, or remove the folder {folder} to train the run again")
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
     cotrained = load_predictor(folder / "checkpoint", config)
     result, fitted = measure(model, cotrained, config, prepare(config.data), posthoc, progress=progress)
-    timing = json.loads((folder / "timing.json").read_text())
-    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    result["terms_nats"] = [line["terms"] for line in last if "terms" in line][-1]
+    result["terms_nats"] = terms[-1]
     result["seconds"]["train"] = timing["seconds"]
     result["tokens_per_second"] = timing["tokens_per_second"]
-    result["provenance"] = json.loads((folder / "provenance.json").read_text())
+    result["provenance"] = trained_by
     result["measured_by"] = provenance.capture()
     for kind, predictor in fitted.items():
         final = heads_file(folder, target.stem, kind)
@@ -71,12 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.folder
     say = lambda line: print(line, flush=True)  # noqa: E731
     try:
-        config = build(RunConfig, json.loads((folder / "config.json").read_text()))
+        config = build(RunConfig, read_json(folder / "config.json"))
         with FolderLock(folder, waiting=lambda who: say(f"waiting: {who} works on this run")):
             train(folder, config, checkpoint_seconds=options.checkpoint_seconds, progress=say)
             target = folder / f"{options.posthoc}.json"
             if options.posthoc and not (target.exists() and all(heads_file(folder, options.posthoc, kind).exists() for kind in PREDICTORS)):
-                posthoc = build(PosthocConfig, json.loads((folder / f"{options.posthoc}.config.json").read_text()))
+                posthoc = build(PosthocConfig, read_json(folder / f"{options.posthoc}.config.json"))
                 measure_run(folder, config, posthoc, target, progress=say)
     except (ConfigError, TrainingError) as error:
         print(f"predmoe: {error}", file=sys.stderr, flush=True)

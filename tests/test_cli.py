@@ -59,12 +59,15 @@ def raising(error):
     return fail
 
 
-def test_a_full_disk_is_a_sentence_and_another_system_error_a_traceback(monkeypatch, capsys):
+def test_a_full_disk_and_a_folder_that_cannot_be_used_are_sentences_and_another_system_error_a_traceback(monkeypatch, capsys):
     monkeypatch.setattr(execute, "plan", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.pt")))
     assert cli.main(["report"]) == 2
     assert "no space left for state.pt; free some" in capsys.readouterr().err
     monkeypatch.setattr(execute, "plan", raising(PermissionError(errno.EACCES, "denied", "x")))
-    with pytest.raises(PermissionError):
+    assert cli.main(["report"]) == 2
+    assert "cannot use x: denied" in capsys.readouterr().err
+    monkeypatch.setattr(execute, "plan", raising(OSError(errno.EMFILE, "too many", "x")))
+    with pytest.raises(OSError, match="too many"):
         cli.main(["report"])
 
 

@@ -239,3 +239,19 @@ def test_the_reference_recipe(name):
 def test_the_reference_shapes(name, shape):
     m: ModelConfig = TIERS[name].model
     assert (m.hidden_size, m.num_layers, m.num_heads, m.num_experts, m.top_k) == shape
+
+
+@pytest.mark.parametrize(
+    "section, change, said",
+    [
+        ("train", {"device": "cpu:foo"}, "device='cpu:foo' is unknown"),
+        ("train", {"seed": 10**30}, "must lie in"),
+        ("train", {"lr": float("inf")}, "must be positive and finite"),
+        ("objective", {"lambda_pred": float("inf")}, "and finite"),
+        ("data", {"order_seed": -1}, "order_seed=-1 must be at least 0"),
+        ("data", {"heldout_tokens": 63}, "heldout_tokens=63 must be at least one context of 64 tokens"),
+    ],
+)
+def test_what_would_fail_later_is_refused_at_once(section, change, said):
+    with pytest.raises(ConfigError, match=said):
+        tier("smoke", **{section: change})

@@ -117,3 +117,17 @@ def test_the_command_prints_the_plan_and_refuses_what_is_unknown(tmp_path, monke
     assert "unknown profile 'nosuch'" in capsys.readouterr().err
     assert cli.main(["plan", "--profile", "smoke", "--train", "--parallel", "0"]) == 2
     assert "parallel=0 must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"tier": "huge"}, "tier='huge' is unknown"), ({"seeds": [0, 0]}, "must be distinct"), ({"seeds": []}, "names no seed"),
+        ({"seeds": [0], "selection_seeds": [0]}, "share 0"), ({"selection_objectives": [{"target": "soft"}]}, "lacks gradient, lambda_pred"),
+    ],
+)  # fmt: skip
+def test_a_study_that_could_not_be_reported_is_refused_before_it_trains(change, said):
+    p = execute.inspect(paths.NOTEBOOKS / "02_horizons.ipynb") | change
+    with pytest.raises(config.ConfigError, match=said):
+        studies.posthoc_config(p["tier"], p["posthoc"])
+        studies.horizons(p)

@@ -481,3 +481,35 @@ def test_a_tokenizer_with_more_entries_than_the_model_is_refused(corpus, tmp_pat
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert worker.main([str(tmp_path / "nothing")]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [b"", b"text", None])
+def test_a_damaged_checkpoint_is_a_sentence_that_names_it(corpus, tmp_path, capsys, damage):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    trainer = Trainer(tiny(corpus), folder)
+    trainer.restore()
+    trainer.save()
+    state = folder / "state.pt"
+    state.write_bytes(state.read_bytes()[:1000] if damage is None else damage)
+    assert worker.main([str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"predmoe: cannot resume from {state}") and said.count("\n") == 1
+
+
+def test_a_log_shorter_than_its_checkpoint_says_is_refused_not_filled_with_zeros(corpus, tmp_path, capsys):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    trainer = Trainer(tiny(corpus), folder)
+    trainer.restore()
+    trainer.log(terms={"lm": 9.0})
+    trainer.save()
+    (folder / "metrics.jsonl").write_text("{")
+    assert worker.main([str(folder)]) == 2
+    assert "metrics.jsonl has 1 bytes, at step 0 it had" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_text() == "{"
+
+
+def test_a_damaged_configuration_is_a_sentence(corpus, tmp_path, capsys):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    (folder / "config.json").write_text("{")
+    assert worker.main([str(folder)]) == 2
+    assert f"{folder / 'config.json'} is damaged" in capsys.readouterr().err
