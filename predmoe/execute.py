@@ -219,6 +219,11 @@ class Job:
     def record(self) -> Path:
         return self.out.with_name("executed.json")
 
+    def written(self) -> str | None:
+        """Digest of the results.json that its folder holds, whoever wrote it; None without one."""
+        results = self.out.with_name("results.json")
+        return _digest(results) if results.exists() else None
+
     def inputs(self) -> dict[str, str]:
         """Digests of everything that the executed copy depends on; 00_* also on the results of all the others."""
         found = {"notebook": _digest(self.notebook), "parameters": hashlib.sha256(json.dumps(self.params, sort_keys=True).encode()).hexdigest()[:16]}
@@ -298,7 +303,8 @@ def run(jobs: Sequence[Job], *, force: bool = False, verbose: bool = False, say:
                 say(f"{head}: FAILED after {time.monotonic() - began:.0f} s: {error}")
             else:
                 seconds = time.monotonic() - began
-                job.record.write_text(json.dumps({"seconds": round(seconds, 1), "parameters": job.params, "inputs": inputs}, indent=1) + "\n")
+                record = {"seconds": round(seconds, 1), "parameters": job.params, "inputs": inputs, "results": job.written()}
+                job.record.write_text(json.dumps(record, indent=1) + "\n")
                 say(f"{head}: executed in {seconds:.0f} s")
     return failures
 
@@ -312,7 +318,9 @@ def _changed(job: Job, inputs: Mapping[str, str]) -> list[str]:
         before = record["inputs"] | {} if record["seconds"] >= 0 else {}
     except (ValueError, LookupError, TypeError):
         return ["executed.json is damaged"]
-    return [f"{name} changed" for name, digest in inputs.items() if before.get(name) != digest]
+    stale = [f"{name} changed" for name, digest in inputs.items() if before.get(name) != digest]
+    # The same notebook run by papermill with other parameters writes the same folder.
+    return stale + (["results.json is of another execution"] if record.get("results") != job.written() else [])
 
 
 def _digest(*files: Path) -> str:

@@ -224,6 +224,14 @@ def test_notebooks_run_in_order_with_the_report_last_and_only_once(three):
     assert three.run(only=["02"], force=True)[0] == ["02_horizons"]
 
 
+def test_results_that_another_execution_wrote_are_made_again(three):
+    three.run()
+    (three.outputs / "smoke" / "02_horizons" / "results.json").write_text(json.dumps({"steps": 9}))   # as papermill with other parameters does
+    assert three.run()[0] == ["02_horizons"] and "[2/3] 02_horizons: running (results.json is of another execution)" in three.lines
+    (three.outputs / "smoke" / "01_mechanism" / "executed.json").write_text('{"seconds": ')
+    assert three.run()[0] == ["01_mechanism"] and "[1/3] 01_mechanism: running (executed.json is damaged)" in three.lines
+
+
 def test_what_changed_runs_again_and_the_report_after_it(three):
     three.run()
     three.params("02_horizons", "smoke", "steps: 5")
