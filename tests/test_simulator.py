@@ -179,8 +179,12 @@ MACHINE = dict(disk=Disk(latency_ms=0.0, gb_per_s=1.0), compute=Compute(attentio
 
 def test_a_right_guess_hides_its_read():
     """Layer 0: attention 2, demand 1, expert 1; the guess for layer 1 is read meanwhile (1 ms of the 3 until its router)."""
-    outcome = replay(two_layers((0, 0), guess=[0]), Cache(slots=4), **MACHINE, prefetch=Prefetch(source="p"))
+    outcome = replay(two_layers((0, 0), guess=[0]), Cache(slots=4), **MACHINE, prefetch=Prefetch(source="p"), timeline=(0, 1))
     assert outcome.ledger.useful == 1 == outcome.ledger.issued and outcome.stall_ms == 1.0 and outcome.total_ms == 2 + 1 + 1 + 2 + 1
+    assert outcome.prefetches_read().values.tolist() == [[0, 4]]   # pass 0, layer 1's expert 0
+    assert outcome.energy_j(2e-6) == 2 * 2.0
+    with pytest.raises(SimulationError, match="joules_per_byte=-1.0"):
+        outcome.energy_j(-1.0)
 
 
 def test_a_started_wrong_guess_delays_the_demand():
