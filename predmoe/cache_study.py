@@ -95,8 +95,9 @@ GIVEN, OWN = "given", "own"
 
 def own_traces(profile: str) -> dict[str, Trace]:
     """The traces of a profile's baseline and joint model on their own generations; empty unless these and those on given text are all there."""
-    files = {model: _file(profile, f"{model}-generated") for model in MODELS}
-    return {model: traces.load(path) for model, path in files.items()} if all(path.exists() for path in (*files.values(), *(_file(profile, model) for model in MODELS))) else {}
+    if not all(_file(profile, f"{model}{text}").exists() for model in MODELS for text in ("", "-generated")):
+        return {}
+    return {model: traces.load(_file(profile, f"{model}-generated")) for model in MODELS}
 
 
 def by_text(given: Mapping[str, Trace], own: Mapping[str, Trace], *, share: float, disk: Disk, compute: Compute, horizon: int, guard: str, m: int = 16) -> pd.DataFrame:
@@ -150,7 +151,8 @@ def say_texts(rows: pd.DataFrame, predictor: str = "ranking") -> str:
         told = [f"{what} {by[GIVEN][name].mean():.1%} on given text, {results.effect_text(found[what], 'points')}" for name, what in asked.items()]
         parts.append(f"{model}: {'; '.join(told)}")
         apart += [f"{what} ({model})" for what, effect in found.items() if effect["ci95"] and (effect["ci95"][0] > 0 or effect["ci95"][1] < 0)]
-    verdict = f"Intervals that exclude zero: {', '.join(apart)}." if apart else "No interval excludes zero: so few texts show no difference, which does not mean that there is none."
+    none = "No interval excludes zero: so few texts show no difference, which does not mean that there is none."
+    verdict = f"Intervals that exclude zero: {', '.join(apart)}." if apart else none
     return f"A model's own continuations against the given ones, {rows.prompt.nunique()} prompts of one model seed, intervals over prompts. {'. '.join(parts)}. {verdict}"
 
 

@@ -42,13 +42,15 @@ def test_models_are_replayed_with_every_predictor_they_have():
 def test_given_and_own_text_are_compared_prompt_by_prompt():
     """Two prompts are in both traces, one is in the given text alone. On own text the second prompt's continuation never changes its experts."""
     def trace(prompts, still):
-        made = traces.synthetic(tokens=20, prompt=4, sequences=len(prompts), layers=3, num_experts=8, top_k=2, predictors={name: traces.Accuracy(recall={1: 0.8}) for name in ("linear", "ranking")})
+        predictors = {name: traces.Accuracy(recall={1: 0.8}) for name in ("linear", "ranking")}
+        made = traces.synthetic(tokens=20, prompt=4, sequences=len(prompts), layers=3, num_experts=8, top_k=2, predictors=predictors)
         if still:
             made.experts_NLK[24 + 4 :] = [0, 1]
         return dataclasses.replace(made, token_ids=np.concatenate([np.r_[prompt, np.arange(20)] for prompt in prompts]).astype(np.int32))
 
     given, own = trace([[9, 9, 9, 9], [5, 6, 7, 8], [1, 2, 3, 4]], False), trace([[1, 2, 3, 4], [5, 6, 7, 8]], True)
-    found = cache_study.by_text({"joint": given}, {"joint": own}, share=0.5, disk=reference_table.DISK, compute=reference_table.COMPUTE, horizon=1, guard="none")
+    machine = dict(share=0.5, disk=reference_table.DISK, compute=reference_table.COMPUTE, horizon=1, guard="none")
+    found = cache_study.by_text({"joint": given}, {"joint": own}, **machine)
     assert found.groupby("prompt").text.apply(list).tolist() == [["given", "own"]] * 2 and (found.tokens == 20).all()
     still = found[(found.prompt == 1) & (found.text == "own")].iloc[0]
     assert still.reuse == still.srp == 1.0 and still.hit_rate > 0.9
@@ -56,7 +58,7 @@ def test_given_and_own_text_are_compared_prompt_by_prompt():
     assert first.hit_ranking == locality.hit_at_k(given.passes(42 + 1, 63), "ranking", 1)
     assert "2 prompts of one model seed" in cache_study.say_texts(found)
     with pytest.raises(traces.TraceError, match="begins with the same prompt"):
-        cache_study.by_text({"joint": given}, {"joint": trace([[3, 3, 3, 3]], False)}, share=0.5, disk=reference_table.DISK, compute=reference_table.COMPUTE, horizon=1, guard="none")
+        cache_study.by_text({"joint": given}, {"joint": trace([[3, 3, 3, 3]], False)}, **machine)
 
 
 def test_own_text_is_there_where_both_models_recorded_it():

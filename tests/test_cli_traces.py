@@ -171,8 +171,10 @@ def test_layers_out_of_order_and_another_version_are_refused(file, tmp_path, cap
     data = file.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     for change, said in ((lambda h: h["meta"].update(layers=[2, 1, 3]), "layers out of order: [2, 1, 3]"), (lambda h: h.update(version=2), "trace version 2, this program reads version 1"),
-                         (lambda h: h["meta"].pop("top_k"), "the trace is incomplete"), (lambda h: h["meta"].update(num_experts=8.5), "num_experts=8.5 must be a whole number"),
-                         (lambda h: h["meta"].update(expert_bytes=[10, 10**30, 10]), "none above 35184372088832 bytes"), (lambda h: h.clear(), "a safetensors file, but no trace")):  # fmt: skip
+                         (lambda h: h["meta"].pop("top_k"), "the trace is incomplete"),
+                         (lambda h: h["meta"].update(num_experts=8.5), "num_experts=8.5 must be a whole number"),
+                         (lambda h: h["meta"].update(expert_bytes=[10, 10**30, 10]), "none above 35184372088832 bytes"),
+                         (lambda h: h.clear(), "a safetensors file, but no trace")):  # fmt: skip
         entries = json.loads(data[8 : 8 + length])
         header = json.loads(entries["__metadata__"]["predmoe_trace"])
         change(header)
@@ -186,8 +188,8 @@ def test_whatever_a_file_holds_check_ends_in_a_sentence(file, tmp_path, capsys):
     data, other = file.read_bytes(), tmp_path / "other.trace"
     header = lambda value: struct.pack("<Q", len(json.dumps(value))) + json.dumps(value).encode()  # noqa: E731
     for content in (b"", b"ab", data[:40], data[:500], data[:-1], b"not a trace at all, but text\n", os.urandom(300), header([1]), header({"experts": 3}), header({"experts": {"dtype": "I16"}}),
-                    header({"experts": {"dtype": "I16", "shape": [2], "data_offsets": [0, 3]}}) + b"abc", header({"experts": {"dtype": "I16", "shape": ["a"], "data_offsets": [0, 2]}}) + b"ab",
-                    header({"experts": {"dtype": "I16", "shape": [-1, -1], "data_offsets": [0, 2]}}) + b"ab", header({"__metadata__": {"predmoe_trace": "{"}}), ROUTE.encode()):  # fmt: skip
+                    header({"experts": {"dtype": "I16", "shape": [2], "data_offsets": [0, 3]}}) + b"abc",
+                    *(header({"experts": {"dtype": "I16", "shape": shape, "data_offsets": [0, 2]}}) + b"ab" for shape in (["a"], [-1, -1])), header({"__metadata__": {"predmoe_trace": "{"}}), ROUTE.encode()):  # fmt: skip
         other.write_bytes(content)
         refused(capsys, ["trace", "check", other], "other.trace")
     refused(capsys, ["trace", "check", tmp_path / "none.trace"], "none.trace: No such file or directory")
@@ -276,7 +278,8 @@ def test_promotion_can_be_switched_off(file, tmp_path, capsys):
         tables.append(pd.read_csv(out).iloc[0])
     trace, machine = traces.load(file), (Cache(slots=8), Disk(gb_per_s=0.00001, latency_ms=1.0))
     for table, promote in zip(tables, (True, False)):
-        assert table.stall_ms == pytest.approx(replay(trace, *machine, prefetch=Prefetch(source="linear", budget=2, expire=False, promote=promote)).summary()["stall_ms"], rel=1e-12)
+        outcome = replay(trace, *machine, prefetch=Prefetch(source="linear", budget=2, expire=False, promote=promote))
+        assert table.stall_ms == pytest.approx(outcome.summary()["stall_ms"], rel=1e-12)
     assert tables[0].stall_ms != tables[1].stall_ms
 
 

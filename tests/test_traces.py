@@ -277,7 +277,8 @@ def test_arrays_by_hand(tmp_path):
         with pytest.raises(TraceError, match=message):
             traces.read(path, **asked)
     whole = path.read_bytes()
-    for change, message in ((dict(ids=np.where(ids == 2, -1, ids.astype(np.int8))), "row 1: a negative expert id"), (dict(weight_offsets=[0]), "weight_offsets must have one entry more")):
+    negative = np.where(ids == 2, -1, ids.astype(np.int8))
+    for change, message in ((dict(ids=negative), "row 1: a negative expert id"), (dict(weight_offsets=[0]), "weight_offsets must have one entry more")):
         np.savez(path, **{**dict(ids=ids, seq_offsets=[0, 2, 3], weight_seq=[0, 1], weight_offsets=[0, 2, 3], weights_bf16_bits=np.zeros((3, 1, 2), np.uint16)), **change})
         with pytest.raises(TraceError, match=message):
             traces.read(path)

@@ -31,7 +31,8 @@ def at_least(name: str, value: float, least: float) -> None:
 
 def _whole(name: str, value: int, least: int, most: int = 1 << 62) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
-        raise SimulationError(f"{name}={value!r} must be a whole number of at least {least}" + (f" and at most {most}" if not isinstance(value, float) and value > most else ""))
+        limit = f" and at most {most}" if value > most else ""
+        raise SimulationError(f"{name}={value!r} must be a whole number of at least {least}{limit}")
 
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:

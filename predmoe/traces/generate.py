@@ -69,7 +69,8 @@ def synthetic(*, tokens: int, layers: int, num_experts: int, top_k: int, expert_
     draw = lambda: int(rng.integers(1 << 31))  # noqa: E731: a seed of its own for each unknown
     persistence = 0.0 if reuse is None else _persistence(reuse, num_experts, top_k, skew, draw())
     predictors = predictors or {}
-    noise = {(name, h): _noise(accuracy.recall[h], accuracy.guesses(h, top_k), num_experts, top_k, skew, draw()) for name, accuracy in predictors.items() for h in accuracy.recall}
+    noise = {(name, h): _noise(accuracy.recall[h], accuracy.guesses(h, top_k), num_experts, top_k, skew, draw())
+             for name, accuracy in predictors.items() for h in accuracy.recall}  # fmt: skip
     if any(h > layers for _, h in noise):
         raise TraceError(f"a horizon is beyond the last of {layers} layers")
     experts_NLK = np.empty((N, layers, top_k), np.int16)
