@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from . import locality, paths, results, traces
+from . import locality, paths, results, stats, traces
 from .simulator import Cache, Compute, Disk, Fit, Prefetch, count, fit, replay, sweep, uses
-from .traces import COLIBRI, Accuracy, Trace
+from .traces import COLIBRI, PREFILL, Accuracy, Trace, TraceError
 
 MODELS = ("baseline", "joint")
 OURS = dict(layers=8, num_experts=16, top_k=2)   # the shape of the cpu profile's models, for traces that stand in for theirs
@@ -38,7 +38,7 @@ def model_traces(profile: str, *, tokens: int, accuracies: Mapping[str, Mapping[
     Where they are not there, two synthetic ones of the same shape stand in, and the sentence says so. `accuracies`: what the
     stand-ins' predictors reach, "MODEL-PREDICTOR" -> horizon -> hit@k.
     """
-    files = {model: paths.outputs(profile) / "traces" / f"{model}.trace.safetensors" for model in MODELS}
+    files = {model: _file(profile, model) for model in MODELS}
     found = {model: path for model, path in files.items() if path.exists()}
     if len(found) == len(files):
         held = {model: traces.load(path) for model, path in found.items()}
@@ -52,6 +52,10 @@ def model_traces(profile: str, *, tokens: int, accuracies: Mapping[str, Mapping[
         made[model] = traces.synthetic(tokens=tokens, **OURS, reuse=OUR_REUSE, predictors=predictors, seed=seed)
     return made, (f"The {profile} profile has no {missing}: SYNTHETIC traces stand in for our models ({tokens} tokens each, {OURS['layers']} layers of "
                   f"{OURS['num_experts']} experts, top-{OURS['top_k']}, errors that are near misses).")  # fmt: skip
+
+
+def _file(profile: str, recording: str) -> Path:
+    return paths.outputs(profile) / "traces" / f"{recording}.trace.safetensors"
 
 
 def of_size(trace: Trace, expert_bytes: int) -> Trace:
@@ -82,6 +86,74 @@ def say_models(found: pd.DataFrame, share: float) -> str:
     ratio = {source: at[last, source] / at[first, source] - 1 for source in ("demand", "ranking")}
     return (f"On our models' traces with {share:.0%} of the experts in memory: {'; '.join(parts)}. The {last} model against the {first}: {ratio['demand']:+.1%} without prefetch, "
             f"{ratio['ranking']:+.1%} with it (one trace each, so without an interval).")  # fmt: skip
+
+
+# --- text that was given, and text that the model wrote ---------------------------------------------------------------------------
+
+GIVEN, OWN = "given", "own"
+
+
+def own_traces(profile: str) -> dict[str, Trace]:
+    """The traces of a profile's baseline and joint model on their own generations; empty unless these and those on given text are all there."""
+    if not all(_file(profile, f"{model}{text}").exists() for model in MODELS for text in ("", "-generated")):
+        return {}
+    return {model: traces.load(_file(profile, f"{model}-generated")) for model in MODELS}
+
+
+def by_text(given: Mapping[str, Trace], own: Mapping[str, Trace], *, share: float, disk: Disk, compute: Compute, horizon: int, guard: str, m: int = 16) -> pd.DataFrame:
+    """Teacher-forced against on-policy routing, prompt by prompt: columns model, text (GIVEN or OWN), prompt (a number), and of the decode tokens alone
+    srp and sch over m tokens, reuse, hit_rate (one LRU with `share` of all experts, filled by the prompt), hit@k of each predictor as
+    hit_PREDICTOR, tok_s without prefetch, and gain_PREDICTOR over it.
+
+    Taken are the sequences of both traces that begin with the same prompt. Raises TraceError where a model has none.
+    """
+    rows = []
+    for model, trace in own.items():
+        theirs, ours = _by_prompt(given[model]), _by_prompt(trace)
+        shared = [prompt for prompt in ours if prompt in theirs]
+        if not shared:
+            raise TraceError(f"no sequence of the {model} model's two traces begins with the same prompt, so there is nothing to compare")
+        slots = max(trace.meta.top_k, round(share * trace.num_layers * trace.meta.num_experts))
+        for number, prompt in enumerate(shared):
+            for text, part in ((GIVEN, theirs[prompt]), (OWN, ours[prompt])):
+                line = _of_text(part, slots, disk, compute, horizon, guard, m)
+                rows.append({"model": model, "text": text, "prompt": number, "tokens": part.num_tokens - len(prompt)} | line)
+    return pd.DataFrame(rows)
+
+
+def _by_prompt(trace: Trace) -> dict[tuple[int, ...], Trace]:
+    """Each sequence as a trace of its own, by the tokens of its prefill."""
+    if trace.token_ids is None:
+        raise TraceError("the trace holds no token ids, so its prompts cannot be found again")
+    cuts = np.flatnonzero(np.diff(trace.sequence[trace.starts[:-1]])) + 1
+    parts = [trace.passes(int(first), int(end)) for first, end in zip([0, *cuts], [*cuts, trace.num_passes])]
+    return {tuple(part.token_ids[: part.starts[(part.phase == PREFILL).sum()]].tolist()): part for part in parts}
+
+
+def _of_text(part: Trace, slots: int, disk: Disk, compute: Compute, horizon: int, guard: str, m: int) -> dict[str, float]:
+    prefill = int((part.phase == PREFILL).sum())
+    decode = part.passes(prefill, part.num_passes)
+    run = lambda ahead: replay(part, Cache(slots=slots), disk, compute=compute, prefetch=ahead, warmup=prefill)  # noqa: E731
+    demand = run(None)
+    line = {"srp": locality.srp(decode, m)[0].f1, "sch": locality.sch(decode, m, scope="layer"), "reuse": locality.reuse(decode), "hit_rate": demand.hit_rate}
+    line |= {f"hit_{name}": locality.hit_at_k(decode, name, horizon) for name in decode.predictors} | {"tok_s": demand.tokens_per_s}
+    ahead = {name: run(Prefetch(source=name, horizon=horizon, guard=guard)) for name in (*decode.predictors, "oracle")}
+    return line | {f"gain_{name}": outcome.tokens_per_s / demand.tokens_per_s - 1 for name, outcome in ahead.items()}
+
+
+def say_texts(rows: pd.DataFrame, predictor: str = "ranking") -> str:
+    """Own against given text, per model and quantity: the mean difference with its interval over the texts, and which of them differ."""
+    asked = {"reuse": "reuse", "srp": "SRP", "sch": "SCH", "hit_rate": "cache hits", f"hit_{predictor}": f"hit@k ({predictor})", f"gain_{predictor}": "prefetch gain"}
+    parts, apart = [], []
+    for model, mine in rows.groupby("model", sort=False):
+        by = {text: part.set_index("prompt") for text, part in mine.groupby("text")}
+        found = {what: stats.paired(by[OWN][name].to_dict(), by[GIVEN][name].to_dict()).as_dict() for name, what in asked.items()}
+        told = [f"{what} {by[GIVEN][name].mean():.1%} on given text, {results.effect_text(found[what], 'points')}" for name, what in asked.items()]
+        parts.append(f"{model}: {'; '.join(told)}")
+        apart += [f"{what} ({model})" for what, effect in found.items() if effect["ci95"] and (effect["ci95"][0] > 0 or effect["ci95"][1] < 0)]
+    none = "No interval excludes zero: so few texts show no difference, which does not mean that there is none."
+    verdict = f"Intervals that exclude zero: {', '.join(apart)}." if apart else none
+    return f"A model's own continuations against the given ones, {rows.prompt.nunique()} prompts of one model seed, intervals over prompts. {'. '.join(parts)}. {verdict}"
 
 
 # --- public traces --------------------------------------------------------------------------------------------------------

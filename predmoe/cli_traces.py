@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -82,6 +83,7 @@ def _add_simulate(commands) -> None:
     ahead.add_argument("--guard", **text, help="none, idle or window (default: none)")
     ahead.add_argument("--no-expire", dest="expire", action="store_const", const=[False], help="keep queued guesses whose layer has run")
     ahead.add_argument("--cancel", action="store_const", const=[True], help="drop queued guesses that a shorter horizon leaves out")
+    ahead.add_argument("--no-promote", dest="promote", action="store_const", const=[False], help="leave a queued guess that is demanded in its place among the guesses")
     ahead.add_argument("--cross-token", action="store_const", const=[True], help="guess past the last layer, for the next token")
     disk = command.add_argument_group("disk and compute")
     for name, what in (("latency-ms", "latency of a read (default: 0.1)"), ("gb-per-s", "bandwidth (default: 5; inf: only latency)"), ("noise", "spread of read times (default: 0)"),
@@ -98,14 +100,20 @@ def _add_simulate(commands) -> None:
     command.set_defaults(command=_told(_simulate))
 
 
-def _sizes(text: str) -> int | list[int]:
-    numbers = [int(part) for part in text.split(",")]
+def _whole_numbers(text: str, separator: str) -> int | tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(separator))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers, several of them with {separator!r} between") from None
     return numbers[0] if len(numbers) == 1 else numbers
 
 
+def _sizes(text: str) -> int | tuple[int, ...]:
+    return _whole_numbers(text, ",")
+
+
 def _horizon(text: str) -> int | tuple[int, ...]:
-    parts = tuple(int(part) for part in text.split("+"))
-    return parts[0] if len(parts) == 1 else parts
+    return _whole_numbers(text, "+")
 
 
 def _told(command: Callable) -> Callable:
@@ -150,6 +158,8 @@ def _import(options) -> int:
 
     asked = {name: getattr(options, name) for name in ("num_experts", "expert_bytes", "prompt", "sequences", "on_policy")}
     asked |= {name: getattr(options, f"said_{name}") for name in ("model", "source", "domain")}
+    if options.out.exists() and options.source.exists() and options.out.samefile(options.source):
+        raise ConfigError(f"{options.out}: the trace would overwrite the file it is read from; name another file")
     trace = traces.read(options.source, options.kind, **{name: value for name, value in asked.items() if value is not None})
     traces.save(trace, options.out)
     print(f"{options.out}: {_size(trace)}")
@@ -185,7 +195,7 @@ def _info(options) -> int:
         "prefill": part(traces.PREFILL), "decode": part(traces.DECODE),
         "also holds": ", ".join(name for name, array in (("gate weights", trace.weights_NLK), ("token ids", trace.token_ids)) if array is not None) or "nothing",
     }  # fmt: skip
-    lines |= {f"{name}, h={h}": _accuracy(trace, prediction) for (name, h), prediction in sorted(trace.predictions.items())}
+    lines |= {f"{name}, h={h}": _accuracy(trace, name, h) for name, h in sorted(trace.predictions)}
     figures = locality.locality(trace) if options.locality else {"reuse": locality.reuse(trace), "switch_rate": locality.switch_rate(trace)} if _adjacent(trace) else {}
     lines |= {name: f"{value:.4f}" for name, value in figures.items()}
     for name, text in lines.items():
@@ -198,17 +208,14 @@ def _adjacent(trace) -> bool:
     return bool((trace.sequence[1:] == trace.sequence[:-1]).any())
 
 
-def _accuracy(trace, prediction) -> str:
-    """hit@k within a token: the share of the chosen experts among the first k guesses, where there are guesses."""
-    h, K = prediction.horizon, trace.meta.top_k
-    M = prediction.experts_NLM.shape[2]
-    if h >= trace.num_layers:
-        return f"{M} guesses, all for the next token"
-    guessed, true = prediction.experts_NLM[:, : trace.num_layers - h, :K], trace.experts_NLK[:, h:]
-    asked = (guessed[..., :1] >= 0) & (true >= 0)
-    if not asked.any():
+def _accuracy(trace, predictor: str, horizon: int) -> str:
+    from . import locality, traces
+
+    M = trace.prediction(predictor, horizon).experts_NLM.shape[2]
+    try:
+        return f"hit@{trace.meta.top_k} {locality.hit_at_k(trace, predictor, horizon):.4f}, {M} guesses"
+    except traces.TraceError:
         return f"{M} guesses, none for a layer of the same token"
-    return f"hit@{K} {(guessed[..., None, :] == true[..., :, None]).any(-1)[asked].mean():.4f}, {M} guesses"
 
 
 def _record(options) -> int:
@@ -239,7 +246,7 @@ def _simulate(options) -> int:
             raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
     trace = traces.load(options.trace)
     names = {"policy": "cache_policy", "predictor": "policy"}
-    axes = ("predictor", "slots", "bytes", "policy", "scope", "pinned", "horizon", "budget", "threshold", "guard", "expire", "cancel", "cross_token",
+    axes = ("predictor", "slots", "bytes", "policy", "scope", "pinned", "horizon", "budget", "threshold", "guard", "expire", "cancel", "promote", "cross_token",
             "latency_ms", "gb_per_s", "lanes", "noise", "attention_ms", "expert_ms", "shared_ms", "head_ms", "overlap")  # fmt: skip
     grid = {names.get(name, name): getattr(options, name) for name in axes if getattr(options, name) is not None}
     grid["policy"] = grid.pop("policy")   # last, so that the predictors of one setting stand together

@@ -18,7 +18,7 @@ from .simulator import Cache, count
 from .traces import ABSENT, DECODE, Trace, TraceError
 from .traces import reuse_rate as reuse
 
-__all__ = ["SegmentRouting", "hit_rates", "locality", "reuse", "sch", "srp", "switch_rate", "token_by_token"]
+__all__ = ["SegmentRouting", "hit_at_k", "hit_rates", "locality", "reuse", "sch", "srp", "switch_rate", "token_by_token"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +117,18 @@ def switch_rate(trace: Trace) -> float:
         raise TraceError("no token follows another of its sequence, so there is no switch")
     changed = (ordered[1:] != ordered[:-1]).any(-1)
     return float(changed[compared].mean())
+
+
+def hit_at_k(trace: Trace, predictor: str, horizon: int) -> float:
+    """The share of the chosen experts among a predictor's first k guesses, over all (token, layer) at which it guessed and of which the
+    layer `horizon` ahead is one of the same token. Raises TraceError where there is none."""
+    L, K = trace.num_layers, trace.meta.top_k
+    guessed = trace.prediction(predictor, horizon).experts_NLM[:, : max(L - horizon, 0), :K]
+    true = trace.experts_NLK[:, horizon:]
+    asked = (guessed[..., :1] != ABSENT) & (true != ABSENT)
+    if not asked.any():
+        raise TraceError(f"{predictor} at horizon {horizon} guesses for no layer of the same token")
+    return float((guessed[..., None, :] == true[..., :, None]).any(-1)[asked].mean())
 
 
 def token_by_token(trace: Trace) -> Trace:

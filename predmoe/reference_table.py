@@ -36,6 +36,7 @@ class Variant:
     ever_used: bool = True         # fault 2: a prefetch is wasted only if its expert is never used in the whole run
     guard: str = "window"          # the simulator prefetches only what fits before the next router; its engine (fault 4) does not check
     expire: bool = True            # the engine (fault 4) keeps stale guesses in its queue
+    promote: bool = True           # and leaves a queued guess that is demanded in its place there
     near_misses: bool = False      # fault 5: wrong guesses are uniform
     per_layer: bool = False        # fault 6: one LRU for all layers
     ranked: bool = False           # the order of guesses says nothing; True: right ones come first, the best that scores can do
@@ -43,6 +44,10 @@ class Variant:
     def recipe(self) -> dict[str, bool]:
         """What concerns the trace."""
         return dict(replacement=self.replacement, near_misses=self.near_misses, ranked=self.ranked)
+
+    def prefetch(self, arm: str, **more) -> Prefetch | None:
+        """How an arm prefetches; None for demand."""
+        return None if arm == DEMAND else Prefetch(source=arm, guard=self.guard, expire=self.expire, promote=self.promote, **more)
 
     def cache(self) -> Cache:
         return Cache(slots=SLOTS // L, scope="layer") if self.per_layer else Cache(slots=SLOTS)
@@ -53,8 +58,10 @@ VARIANTS: dict[str, Variant] = {
     "as published": Variant(),
     "1 experts without replacement": Variant(replacement=False),
     "2 waste per residence": Variant(ever_used=False),
-    "4 engine's queue: unchecked, stale": Variant(guard="none", expire=False),
-    "4 mended queue: unchecked, expiring": Variant(guard="none"),
+    "4 engine's queue, unchecked": Variant(guard="none", expire=False, promote=False),
+    "4 engine's queue, promoting": Variant(guard="none", expire=False),
+    "4 engine's queue, expiring": Variant(guard="none", promote=False),
+    "4 engine's queue, both": Variant(guard="none"),
     "5 wrong guesses are near misses": Variant(near_misses=True),
     "6 one LRU per layer": Variant(per_layer=True),
     "all mended": Variant(**MENDED),
@@ -169,20 +176,20 @@ def calibrate(tokens: int = 100, warmup: int = 30, seed: int = 0, steps: int = 1
 def measure(trace: Trace, arm: str, variant: Variant, *, disk: Disk = DISK, warmup: int = 0, horizon: int = 1, budget: int = 0) -> dict[str, float]:
     """One arm on one trace: `Outcome.summary`, with `wasted_mb` as the variant counts: per residence, or of the prefetched experts that no
     token of the whole run uses."""
-    ahead = None if arm == DEMAND else Prefetch(source=arm, guard=variant.guard, expire=variant.expire, horizon=horizon, budget=0 if arm == ORACLE else budget)
+    ahead = variant.prefetch(arm, horizon=horizon, budget=0 if arm == ORACLE else budget)
     window = (warmup, trace.num_passes) if ahead and variant.ever_used else None
     outcome = replay(trace, variant.cache(), disk, compute=COMPUTE, prefetch=ahead, warmup=warmup, timeline=window)
     line = outcome.summary()
     if window:
-        line["wasted_mb"] = _never_used_mb(outcome.timeline(), trace, outcome.tokens)
+        line["wasted_mb"] = _never_used_mb(outcome.prefetches_read().key, trace, outcome.tokens)
     return line
 
 
-def _never_used_mb(timeline: pd.DataFrame, trace: Trace, tokens: int) -> float:
-    """MB per token of the prefetches in a timeline whose experts no token of the trace uses."""
-    read = timeline.what[timeline.kind == "prefetch read"].to_numpy()
-    used = np.unique(np.arange(L)[:, None] * E + trace.experts_NLK.astype(np.int64))
-    return float((~np.isin(read, used)).sum() * REFERENCE["expert_bytes"] / 1e6 / tokens)
+def _never_used_mb(read: pd.Series, trace: Trace, tokens: int) -> float:
+    """MB per token of those of the keys `read` that no token of the trace uses."""
+    used = np.zeros(L * E, np.bool_)
+    used[np.arange(L)[:, None] * E + trace.experts_NLK] = True
+    return float((~used[read]).sum() * REFERENCE["expert_bytes"] / 1e6 / tokens)
 
 
 def table(accuracies_of: Mapping[int, Mapping[str, float]], *, variants: Iterable[str] = VARIANTS, arms: Sequence[str] = ARMS, tokens: int, warmup: int,
@@ -203,8 +210,7 @@ def table(accuracies_of: Mapping[int, Mapping[str, float]], *, variants: Iterabl
             long, first = made[key]
             for arm in arms:
                 line = measure(long, arm, variant, disk=disk, warmup=warmup)
-                ahead = None if arm == DEMAND else Prefetch(source=arm, guard=variant.guard, expire=variant.expire)
-                line["ttft_ms"] = replay(first, variant.cache(), disk, compute=COMPUTE, prefetch=ahead, cold="sequence").ttft_ms
+                line["ttft_ms"] = replay(first, variant.cache(), disk, compute=COMPUTE, prefetch=variant.prefetch(arm), cold="sequence").ttft_ms
                 rows.append({"variant": name, "arm": arm, "seed": seed, "distinct": distinct(long)} | line)
     return pd.DataFrame(rows)
 
@@ -217,10 +223,10 @@ def waste_by_length(accuracies_of: Mapping[int, Mapping[str, float]], lengths: S
         longest = routing(max(lengths), {arm: accuracies[arm] for arm in arms}, seed=seed)
         for arm in arms:
             settings = dict(cache=Cache(slots=SLOTS), disk=DISK, compute=COMPUTE, prefetch=Prefetch(source=arm, guard="window"))
-            timeline = replay(longest, **settings, timeline=(0, longest.num_passes)).timeline()
+            read = replay(longest, **settings, timeline=(0, longest.num_passes)).prefetches_read()
             for tokens in lengths:
                 trace = longest.passes(0, tokens)
-                rows.append({"arm": arm, "seed": seed, "tokens": tokens, "ever_mb": _never_used_mb(timeline[timeline.of_pass < tokens], trace, tokens),
+                rows.append({"arm": arm, "seed": seed, "tokens": tokens, "ever_mb": _never_used_mb(read.key[read.of_pass < tokens], trace, tokens),
                              "residence_mb": replay(trace, **settings).ledger.wasted_bytes / tokens / 1e6})  # fmt: skip
     return pd.DataFrame(rows)
 

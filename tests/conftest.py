@@ -1,4 +1,4 @@
-"""Shared by the tests: a small repository of notebooks to run in."""
+"""Shared by the tests: a small repository of notebooks to run in, and where the public traces lie."""
 
 import os
 import textwrap
@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 
-from predmoe import paths
+from predmoe import cache_study, paths
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+PUBLIC = cache_study.public_folder()
+needs_public = pytest.mark.skipif(PUBLIC is None, reason="the public traces are not there (PREDMOE_TRACES names their folder)")
 
 
 @pytest.fixture

@@ -270,9 +270,12 @@ class Reference:
                     counts["in_flight"] += 1
                 else:
                     counts["missing"] += 1
-                    if self.guesses.pop(key, None):
+                    if key not in self.guesses:
+                        self.demands.append(key)
+                    elif self.prefetch.promote:
+                        del self.guesses[key]
                         counts["promoted"] += 1
-                    self.demands.append(key)
+                        self.demands.append(key)
                 self.admit(key)
             self.uses[key] += 1
             self.last_pass[key] = self.s
@@ -283,8 +286,8 @@ class Reference:
         return waiting
 
     def drop(self, unwanted):
-        """Take the guesses for which `unwanted(key, target)` holds out of the queue."""
-        for key in [key for key, target in self.guesses.items() if unwanted(key, target)]:
+        """Take the guesses for which `unwanted(key, target)` holds out of the queue, but none that the router waits for there."""
+        for key in [key for key, target in self.guesses.items() if key in self.guessed and unwanted(key, target)]:
             del self.guesses[key]
             self.ledger["cancelled"] += self.guessed.pop(key)
 
@@ -315,7 +318,7 @@ class Reference:
 
     def ahead(self):
         """Prefetches that are queued or being read and that nobody waits for."""
-        return [*self.guesses, *(read["key"] for read in self.running if read["key"] in self.guessed)]
+        return [key for key in (*self.guesses, *(read["key"] for read in self.running)) if key in self.guessed]
 
     def time_of(self, keys):
         """How long reads take on an otherwise free disk, as a guard estimates it: in rounds of as many as there are lanes."""

@@ -1,14 +1,15 @@
 """What 05 measures besides the reference's table: our traces or their stand-ins, public traces, published machines, an engine's timings."""
 
+import dataclasses
+
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import PUBLIC, needs_public
 
-from predmoe import cache_study, reference_table, traces
+from predmoe import cache_study, locality, reference_table, traces
 
 ACCURACIES = {f"{model}-{predictor}": {1: 0.8} for model in cache_study.MODELS for predictor in ("linear", "ranking")}
-PUBLIC = cache_study.public_folder()
-needs_public = pytest.mark.skipif(PUBLIC is None, reason="the public traces are not there (PREDMOE_TRACES names their folder)")
 
 
 def test_recorded_traces_are_used_where_they_are():
@@ -36,6 +37,32 @@ def test_models_are_replayed_with_every_predictor_they_have():
     assert set(found.source) == {"demand", "linear", "ranking", "oracle"} and len(found) == 2 * 2 * 4
     speed = found.set_index(["model", "share", "source"]).tok_s.unstack()
     assert (speed["oracle"] >= speed["demand"]).all() and "25%" in cache_study.say_models(found, 0.25)
+
+
+def test_given_and_own_text_are_compared_prompt_by_prompt():
+    """Two prompts are in both traces, one is in the given text alone. On own text the second prompt's continuation never changes its experts."""
+    def trace(prompts, still):
+        predictors = {name: traces.Accuracy(recall={1: 0.8}) for name in ("linear", "ranking")}
+        made = traces.synthetic(tokens=20, prompt=4, sequences=len(prompts), layers=3, num_experts=8, top_k=2, predictors=predictors)
+        if still:
+            made.experts_NLK[24 + 4 :] = [0, 1]
+        return dataclasses.replace(made, token_ids=np.concatenate([np.r_[prompt, np.arange(20)] for prompt in prompts]).astype(np.int32))
+
+    given, own = trace([[9, 9, 9, 9], [5, 6, 7, 8], [1, 2, 3, 4]], False), trace([[1, 2, 3, 4], [5, 6, 7, 8]], True)
+    machine = dict(share=0.5, disk=reference_table.DISK, compute=reference_table.COMPUTE, horizon=1, guard="none")
+    found = cache_study.by_text({"joint": given}, {"joint": own}, **machine)
+    assert found.groupby("prompt").text.apply(list).tolist() == [["given", "own"]] * 2 and (found.tokens == 20).all()
+    still = found[(found.prompt == 1) & (found.text == "own")].iloc[0]
+    assert still.reuse == still.srp == 1.0 and still.hit_rate > 0.9
+    first = found[(found.prompt == 0) & (found.text == "given")].iloc[0]   # the third sequence of the given text
+    assert first.hit_ranking == locality.hit_at_k(given.passes(42 + 1, 63), "ranking", 1)
+    assert "2 prompts of one model seed" in cache_study.say_texts(found)
+    with pytest.raises(traces.TraceError, match="begins with the same prompt"):
+        cache_study.by_text({"joint": given}, {"joint": trace([[3, 3, 3, 3]], False)}, **machine)
+
+
+def test_own_text_is_there_where_both_models_recorded_it():
+    assert set(cache_study.own_traces("cpu")) == {"baseline", "joint"} and cache_study.own_traces("nowhere") == {}
 
 
 def test_no_policy_hits_more_than_belady():

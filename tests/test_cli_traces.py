@@ -103,6 +103,8 @@ def test_a_faulty_csv_is_refused_with_its_line(tmp_path, capsys, old, new, said)
     (LINES[:-9], "line 2: no JSON object with layers; is the file cut short?"),
     ("", "the file is empty"),
     ("hello\n", "the format is not recognised"),
+    (LINES.replace("[3, 2]", "[3, true]"), "line 2, layer 1: [3, True] are not all expert ids"),
+    (LINES.replace("[3, 2]", f"[3, {10**30}]"), "are not all expert ids"),
 ])
 def test_faulty_token_lines_are_refused_with_their_line(tmp_path, capsys, text, said):
     path = tmp_path / "t.jsonl"
@@ -131,6 +133,8 @@ def test_files_that_are_no_text_or_not_there_are_refused(tmp_path, capsys):
     refused(capsys, ["trace", "import", path, tmp_path], "Is a directory")
     refused(capsys, ["trace", "import", path, tmp_path / "o", "--num-experts", 4], "the format route takes no num_experts; it takes source, domain, on_policy")
     refused(capsys, ["trace", "import", path, tmp_path / "o", "--format", "colibri"], "the format colibri does not say num_experts: give it")
+    refused(capsys, ["trace", "import", path, path], "would overwrite the file it is read from")
+    assert path.read_text() == ROUTE
     refused(capsys, ["trace", "import", path, tmp_path / "o", "--format", "gguf"], "unknown format 'gguf'; it must be one of route, tokens")
 
 
@@ -167,7 +171,10 @@ def test_layers_out_of_order_and_another_version_are_refused(file, tmp_path, cap
     data = file.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     for change, said in ((lambda h: h["meta"].update(layers=[2, 1, 3]), "layers out of order: [2, 1, 3]"), (lambda h: h.update(version=2), "trace version 2, this program reads version 1"),
-                         (lambda h: h["meta"].pop("top_k"), "the trace is incomplete"), (lambda h: h.clear(), "a safetensors file, but no trace")):  # fmt: skip
+                         (lambda h: h["meta"].pop("top_k"), "the trace is incomplete"),
+                         (lambda h: h["meta"].update(num_experts=8.5), "num_experts=8.5 must be a whole number"),
+                         (lambda h: h["meta"].update(expert_bytes=[10, 10**30, 10]), "none above 35184372088832 bytes"),
+                         (lambda h: h.clear(), "a safetensors file, but no trace")):  # fmt: skip
         entries = json.loads(data[8 : 8 + length])
         header = json.loads(entries["__metadata__"]["predmoe_trace"])
         change(header)
@@ -181,7 +188,8 @@ def test_whatever_a_file_holds_check_ends_in_a_sentence(file, tmp_path, capsys):
     data, other = file.read_bytes(), tmp_path / "other.trace"
     header = lambda value: struct.pack("<Q", len(json.dumps(value))) + json.dumps(value).encode()  # noqa: E731
     for content in (b"", b"ab", data[:40], data[:500], data[:-1], b"not a trace at all, but text\n", os.urandom(300), header([1]), header({"experts": 3}), header({"experts": {"dtype": "I16"}}),
-                    header({"experts": {"dtype": "I16", "shape": [2], "data_offsets": [0, 3]}}) + b"abc", header({"__metadata__": {"predmoe_trace": "{"}}), ROUTE.encode()):  # fmt: skip
+                    header({"experts": {"dtype": "I16", "shape": [2], "data_offsets": [0, 3]}}) + b"abc",
+                    *(header({"experts": {"dtype": "I16", "shape": shape, "data_offsets": [0, 2]}}) + b"ab" for shape in (["a"], [-1, -1])), header({"__metadata__": {"predmoe_trace": "{"}}), ROUTE.encode()):  # fmt: skip
         other.write_bytes(content)
         refused(capsys, ["trace", "check", other], "other.trace")
     refused(capsys, ["trace", "check", tmp_path / "none.trace"], "none.trace: No such file or directory")
@@ -236,10 +244,43 @@ def test_simulate_is_a_grid_of_replays_as_table_csv_and_json(file, tmp_path, cap
     (["--slots", 4, "--cold", "often"], "cold='often' is unknown"),
     (["--slots", 4, "--bytes", 100], "either --slots or --bytes"),
     ([], "either --slots or --bytes"),
+    (["--slots", "99999999999999999999"], "slots=99999999999999999999 must be a whole number of at least 1 and at most"),
+    (["--slots", 4, "--lanes", 0], "lanes=0 must be a whole number of at least 1"),
+    (["--slots", 4, "--lanes", 1000000000], "lanes=1000000000 must be a whole number of at least 1 and at most 65536"),
+    (["--slots", 4, "--noise", "nan"], "noise=nan must be"),
+    (["--slots", 4, "--noise", "9"], "noise=9.0: the logarithms of read times spread by at most 5"),
+    (["--slots", 4, "--predictor", "linear", "--threshold", "nan"], "threshold=nan must be a number"),
+    (["--slots", 4, "--predictor", "linear", "--budget", "-1"], "budget=-1 must be a whole number of at least 0"),
+    (["--slots", 4, "--predictor", "none"], "on the command line its name is demand"),
+    (["--slots", 4, "--pinned", 3], "4 slots, 3 of them pinned, cannot hold one top-2 set"),
+    (["--slots", 4, "--warmup", "-1"], "warmup=-1 must leave some"),
+    (["--slots", 4, "--workers", 0], "workers=0: a sweep needs at least one"),
     (["--slots", 4, "--csv", "/nowhere/t.csv"], "/nowhere: no such folder to write t.csv in"),
 ])
 def test_a_simulation_that_cannot_be_run_is_one_sentence(file, capsys, options, said):
     refused(capsys, ["simulate", file, "--quiet", *options], said)
+
+
+@pytest.mark.parametrize("option, value", [("--horizon", "1+x"), ("--slots", "many"), ("--gb-per-s", "fast")])
+def test_what_is_no_number_is_refused_before_anything_is_read(file, capsys, option, value):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["simulate", str(file), option, value])
+    said = capsys.readouterr().err
+    assert repr(value) in said.splitlines()[-1] and "invalid _" not in said
+
+
+def test_promotion_can_be_switched_off(file, tmp_path, capsys):
+    """Four guesses a layer on a slow disk leave stale ones in the queue, behind which a demanded one waits longer than before them."""
+    out, options = tmp_path / "t.csv", ["--slots", "8", "--predictor", "linear", "--budget", "2", "--gb-per-s", "0.00001", "--latency-ms", "1", "--no-expire", "--quiet"]
+    tables = []
+    for more in ([], ["--no-promote"]):
+        assert cli.main(["simulate", str(file), *options, *more, "--csv", str(out)]) == 0
+        tables.append(pd.read_csv(out).iloc[0])
+    trace, machine = traces.load(file), (Cache(slots=8), Disk(gb_per_s=0.00001, latency_ms=1.0))
+    for table, promote in zip(tables, (True, False)):
+        outcome = replay(trace, *machine, prefetch=Prefetch(source="linear", budget=2, expire=False, promote=promote))
+        assert table.stall_ms == pytest.approx(outcome.summary()["stall_ms"], rel=1e-12)
+    assert tables[0].stall_ms != tables[1].stall_ms
 
 
 def test_a_prefetch_that_issues_nothing_is_one_line_of_warning(file, capsys):

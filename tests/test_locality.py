@@ -1,17 +1,14 @@
 """Segment metrics against the search over every router, and by hand; no cache beats Belady; the published models' neighbourhood."""
 
 import itertools
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import PUBLIC, needs_public
 
 from predmoe import locality, traces
 from predmoe.traces import ABSENT, Meta, TraceError, build
 
-PUBLIC = Path(os.environ.get("PREDMOE_TRACES", Path(__file__).parents[1] / ".." / "shared" / "traces"))
-needs_public = pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public traces are not there (PREDMOE_TRACES names their folder)")
 
 
 def make(experts_NLK, E, sequence=None, **more):

@@ -72,6 +72,18 @@ def test_an_oracle_waits_no_longer_than_demand_in_any_variant(rows):
     assert (stall["oracle"] <= stall["demand"] + 1e-9).all() and set(rows.variant) == set(rt.VARIANTS)
 
 
+def test_the_engines_queue_keeps_and_promotes_what_the_variant_says(rows):
+    """Unchecked, a queue that keeps stale guesses cancels none; one that drops them reads less. Promotion shortens the wait behind stale guesses; where
+    they are dropped all that is still queued one layer ahead was demanded or has gone, so that it moves reads to the demands and no time."""
+    mine = rows[rows.arm == "baseline-linear"]
+    by = mine.assign(read_mb=mine.demand_mb + mine.prefetch_mb).groupby("variant")[["cancelled", "demand_mb", "read_mb", "stall_ms"]].mean()
+    engine, promoting, expiring, both = (by.loc[f"4 engine's queue, {name}"] for name in ("unchecked", "promoting", "expiring", "both"))
+    assert engine.cancelled == promoting.cancelled == 0 < min(expiring.cancelled, both.cancelled)
+    assert max(expiring.read_mb, both.read_mb) < min(engine.read_mb, promoting.read_mb)
+    assert promoting.stall_ms < engine.stall_ms and both.stall_ms == pytest.approx(expiring.stall_ms, rel=1e-12)
+    assert both.demand_mb > expiring.demand_mb and both.read_mb == pytest.approx(expiring.read_mb, rel=1e-12)
+
+
 def test_counting_waste_per_residence_changes_waste_alone(rows):
     by = rows[rows.arm == "baseline-linear"].set_index(["variant", "seed"])
     published, mended = by.loc["as published"], by.loc["2 waste per residence"]

@@ -69,7 +69,7 @@ def scenario(seed):
         source = rng.choice(["oracle", "guess", "guess"])
         horizon = rng.choice([rng.randint(1, furthest), tuple(rng.sample(range(1, furthest + 1), rng.randint(1, furthest)))])
         prefetch = Prefetch(source=source, horizon=horizon, budget=rng.randint(0, min(2, experts - k)), cross_token=cross, expire=rng.random() < 0.7,
-                            threshold=rng.choice([None, 0.5]) if source == "guess" else None, cancel=rng.random() < 0.4,
+                            threshold=rng.choice([None, 0.5]) if source == "guess" else None, cancel=rng.random() < 0.4, promote=rng.random() < 0.6,
                             guard=rng.choice(["none", "none", "idle", "window"]))  # fmt: skip
     return trace, cache, disk, compute, prefetch, rng.choice([0, 0, 2]), rng.choice(["trace", "sequence"])
 
@@ -179,8 +179,12 @@ MACHINE = dict(disk=Disk(latency_ms=0.0, gb_per_s=1.0), compute=Compute(attentio
 
 def test_a_right_guess_hides_its_read():
     """Layer 0: attention 2, demand 1, expert 1; the guess for layer 1 is read meanwhile (1 ms of the 3 until its router)."""
-    outcome = replay(two_layers((0, 0), guess=[0]), Cache(slots=4), **MACHINE, prefetch=Prefetch(source="p"))
+    outcome = replay(two_layers((0, 0), guess=[0]), Cache(slots=4), **MACHINE, prefetch=Prefetch(source="p"), timeline=(0, 1))
     assert outcome.ledger.useful == 1 == outcome.ledger.issued and outcome.stall_ms == 1.0 and outcome.total_ms == 2 + 1 + 1 + 2 + 1
+    assert outcome.prefetches_read().values.tolist() == [[0, 4]]   # pass 0, layer 1's expert 0
+    assert outcome.energy_j(2e-6) == 2 * 2.0
+    with pytest.raises(SimulationError, match="joules_per_byte=-1.0"):
+        outcome.energy_j(-1.0)
 
 
 def test_a_started_wrong_guess_delays_the_demand():
@@ -205,6 +209,23 @@ def test_a_queued_guess_expires_or_is_promoted():
         trace = traces.build(meta, [[[0], [wanted]]], predictions=[("p", traces.Prediction(1, ids, np.array([[[1.0, 0.5]] * 2])))])
         outcome = replay(trace, Cache(slots=4), Disk(latency_ms=8.0, gb_per_s=1.0), compute=MACHINE["compute"], prefetch=Prefetch(source="p", budget=1))
         assert outcome.ledger.issued == 2 and getattr(outcome.ledger, fate) == 1 and outcome.promoted == (wanted == 2)
+
+
+@pytest.mark.parametrize("expire", [True, False])
+@pytest.mark.parametrize("promote, read_before", [(True, 0), (False, 2)])
+def test_a_demanded_guess_jumps_the_queue_or_waits_its_turn(promote, read_before, expire):
+    """Layer 0 is done at 2 + 9 + 1 = 12; its guesses 1, 2, 3, 0 of layer 1 are queued from 2 on, behind the demand. 1 is on the disk from 11 to 20
+    when layer 1 asks for 0 at 14. Promoted, 0 is read from 20 to 29; else 2 and 3 come first, unless they expire, which the awaited 0 does not."""
+    meta = traces.Meta(model="hand", num_experts=4, top_k=1, layers=[0, 1], expert_bytes=[MB, MB])
+    guess = traces.Prediction(1, np.array([[[1, 2, 3, 0], [-1] * 4]]), np.array([[[4.0, 3.0, 2.0, 1.0]] * 2]))
+    trace = traces.build(meta, [[[0], [0]]], predictions=[("p", guess)])
+    outcome = replay(trace, Cache(slots=8), Disk(latency_ms=8.0, gb_per_s=1.0), compute=MACHINE["compute"], timeline=(0, 1),
+                     prefetch=Prefetch(source="p", budget=3, promote=promote, expire=expire))  # fmt: skip
+    waited = 6 + 9 * (1 + (0 if expire else read_before))
+    assert outcome.stall_S.tolist() == [9 + waited] and outcome.promoted == promote and outcome.ledger.late == 1
+    assert outcome.ledger.cancelled == (2 if expire else 0) and outcome.hits == {"resident": 0, "in_flight": 0, "missing": 2}
+    kinds = outcome.timeline().query("what == 4").kind.tolist()   # key of layer 1's expert 0
+    assert kinds == ["demand read" if promote else "prefetch read"]
 
 
 def test_a_prefetch_evicts_nobody_of_the_current_set():
@@ -264,6 +285,10 @@ def test_perfect_overlap_is_max_not_sum():
     (lambda: Prefetch(horizon=0), "at least 1"),
     (lambda: Prefetch(horizon=(1, 1)), "different"),
     (lambda: Prefetch(guard="maybe"), "guard='maybe' is unknown"),
+    (lambda: Prefetch(horizon=1.5), "horizon=1.5 must be a whole number"),
+    (lambda: Cache(slots=2.5), "slots=2.5 must be a whole number"),
+    (lambda: Cache(slots=4, pinned=True), "pinned=True must be a whole number"),
+    (lambda: Disk.fitted(latency_ms=0.1, peak_gb_per_s=5.0, half_depth=-1.0, lanes=2), "half_depth=-1.0 must be a number of at least 0"),
 ])
 def test_settings_refuse_nonsense(make, message):
     with pytest.raises(SimulationError, match=message):

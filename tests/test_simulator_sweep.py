@@ -1,16 +1,13 @@
 """A sweep is a table of replays, whatever the number of workers; a fit finds the machine behind timings."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import PUBLIC, needs_public
 
 from predmoe import traces
 from predmoe.simulator import Cache, Compute, Disk, Prefetch, SimulationError, fit, replay, sweep
 
-PUBLIC = Path(os.environ.get("PREDMOE_TRACES", Path(__file__).parents[1] / ".." / "shared" / "traces"))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +70,7 @@ def test_a_fit_needs_a_time_for_each_pass(trace):
         fit(trace, [1.0, 2.0, 3.0], Cache(slots=16))
 
 
-@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public traces are not there (PREDMOE_TRACES names their folder)")
+@needs_public
 def test_qwens_second_half_is_predicted_from_its_first():
     """The engine's own wall time per token: half of the tokens within 10%. The sum is 17% too short: in one token of eight the
     phone's processor took two to three times its usual time (the file's compute_ms), which no routing tells. The others' sum is 5% too short."""

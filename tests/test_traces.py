@@ -1,19 +1,16 @@
 """The schema refuses every fault with its row, files come back as they were written, and readers give what the sources say."""
 
 import json
-import os
 import struct
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import PUBLIC, needs_public
 
 from predmoe import traces
 from predmoe.traces import ABSENT, Accuracy, Meta, Prediction, TraceError, TraceWarning, build, generate
 
-PUBLIC = Path(os.environ.get("PREDMOE_TRACES", Path(__file__).parents[1] / ".." / "shared" / "traces"))
-needs_public = pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public traces are not there (PREDMOE_TRACES names their folder)")
 META = Meta(model="m", num_experts=8, top_k=2, layers=[1, 2, 3], expert_bytes=[10, 20, 30], source="test", on_policy=False, model_layers=5, shared_experts=1)
 
 
@@ -215,6 +212,10 @@ def test_route_trace_by_hand(tmp_path):
     ("0,0,1,1,1,1,0.1,0,200", "0,0,1,1,2,1,0.1,0,200", "line 11: slot 2 follows 1 experts"),
     ("0,1,2,0,0,3,0.5,1,0\n0,1,2,0,1,2,0.5,1,0\n0,1,2,1,0,0,0.5,1,0\n", "0,1,2,1,0,0,0.5,1,0\n0,1,2,0,0,3,0.5,1,0\n", "line 13: layers out of order"),
     ("0,1,2,1,1,2,0.5,0,200\n", "0,1,2,1,1", "line 15: 5 fields of 9; is the file cut short"),
+    ("0,1,2,1,0,0,0.5,1,0\n0,1,2,1,1,2,0.5,0,200\n", "", "line 12: this pass has no row of layer 1; is the file cut short"),
+    (ROUTE[ROUTE.index("\n0,0,1,1,0") + 1 :], "", "line 8: this pass has no row of layer 1; is the file cut short"),
+    ("layer=1 expert_bytes=200", "layer=1 expert_bytes=-200", "the expert_bytes of layer 1 are negative"),
+    ("n_expert=4", "n_expert=0", "t.route.csv: top_k=2 of num_experts=0 is impossible"),
     ("0,1,2,1,1,2,0.5,0,200", "0,1,2,7,1,2,0.5,0,200", "line 15: layer 7 is none of the 2"),
     ("0,1,2,1,1,2,0.5,0,200", "0,1,2,x,1,2,0.5,0,200", "line 15: layer is 'x', not a number"),
     ("slot,expert", "slot,expart", "line 5: the columns expert are missing"),
@@ -272,7 +273,16 @@ def test_arrays_by_hand(tmp_path):
     assert traces.read(path).sequence.tolist() == [0, 0, 1] and traces.read(path).weights_NLK is None
     one = traces.read(path, sequences=[1])
     assert one.experts_NLK.tolist() == [[[2, 3]]] and one.weights_NLK.tolist() == [[[0.75, 0.25]]]
-    path.write_bytes(path.read_bytes()[:60])
+    for asked, message in ((dict(sequences=[1, 1]), "asked for twice"), (dict(sequences=[2]), "numbers of 0..1"), (dict(num_experts=0), "num_experts=0 is impossible")):
+        with pytest.raises(TraceError, match=message):
+            traces.read(path, **asked)
+    whole = path.read_bytes()
+    negative = np.where(ids == 2, -1, ids.astype(np.int8))
+    for change, message in ((dict(ids=negative), "row 1: a negative expert id"), (dict(weight_offsets=[0]), "weight_offsets must have one entry more")):
+        np.savez(path, **{**dict(ids=ids, seq_offsets=[0, 2, 3], weight_seq=[0, 1], weight_offsets=[0, 2, 3], weights_bf16_bits=np.zeros((3, 1, 2), np.uint16)), **change})
+        with pytest.raises(TraceError, match=message):
+            traces.read(path)
+    path.write_bytes(whole[:60])
     with pytest.raises(TraceError, match="cut short"):
         traces.read(path)
 
@@ -292,6 +302,9 @@ def test_colibri_lines_by_hand(tmp_path):
     ("1 0 3 5:0.7 2:nan", "line 3: a gate weight is not finite"),
     ("1 0 3", "line 3: 3 fields"),
     ("0 0 2 5:0.7 2:0.3", "line 3: layers out of order"),
+    ("1 0 3 -1:0.7 -1:0.3", "line 3: a negative expert id"),
+    ("1 0 3 5:0.7 99999999999999999999:0.3", "line 3: an expert id is not below num_experts=8"),
+    ("1 0 3 5:0.7 2:0.3", "line 3: this pass has no row of layer 4; is the file cut short"),
     ("0 0 4 5:0.7 2:0.3", "line 3: call 0, row 0, layer 4 appears twice"),
     ("1 0 3 5 2", "line 3: '5' is not expert:gate"),
 ])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,8 @@ POLICIES = ("lru", "fifo", "lfu", "lfru", "least-stale", "belady", "static")
 SCOPES = ("global", "layer")
 GUARDS = ("none", "idle", "window")
 NONE, ORACLE = "none", "oracle"
+MOST_LANES = 1 << 16    # as many as a disk's queue has at most
+MOST_NOISE = 5.0        # beyond it a read takes weeks now and then, and sums lose their digits
 
 
 class SimulationError(ValueError):
@@ -22,9 +24,15 @@ class SimulationWarning(UserWarning):
     """A replay that ran but probably not as meant."""
 
 
-def _at_least(name: str, value: float, least: float) -> None:
+def at_least(name: str, value: float, least: float) -> None:
     if not (math.isfinite(value) and value >= least):
         raise SimulationError(f"{name}={value!r} must be a number of at least {least}")
+
+
+def _whole(name: str, value: int, least: int, most: int = 1 << 62) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
+        limit = f" and at most {most}" if value > most else ""
+        raise SimulationError(f"{name}={value!r} must be a whole number of at least {least}{limit}")
 
 
 def _choice(name: str, value: str, allowed: Sequence[str]) -> None:
@@ -67,12 +75,14 @@ class Cache:
         _choice("scope", self.scope, SCOPES)
         if (self.slots is None) == (self.bytes is None):
             raise SimulationError("give the cache either slots or bytes")
-        if self.slots is not None and self.slots < 1:
-            raise SimulationError(f"slots={self.slots}: a cache needs at least one slot")
-        if self.bytes is not None and self.bytes < 1:
-            raise SimulationError(f"bytes={self.bytes}: a cache needs at least one byte")
-        _at_least("pinned", self.pinned, 0)
-        _at_least("sample", self.sample, 0)
+        for name in ("slots", "bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SimulationError(f"{name}={value}: a cache needs at least one {name[:-1]}")
+            if value is not None:
+                _whole(name, value, 1)
+        _whole("pinned", self.pinned, 0)
+        _whole("sample", self.sample, 0)
         if self.sample and self.policy in ("lru", "fifo", "static"):
             raise SimulationError(f"sample={self.sample} has no meaning for {self.policy}, which needs no search")
 
@@ -95,9 +105,11 @@ class Disk:
     def __post_init__(self):
         if not isinstance(self.gb_per_s, (int, float)):
             object.__setattr__(self, "gb_per_s", tuple(float(value) for value in self.gb_per_s))
-        _at_least("latency_ms", self.latency_ms, 0.0)
-        _at_least("lanes", self.lanes, 1)
-        _at_least("noise", self.noise, 0.0)
+        at_least("latency_ms", self.latency_ms, 0.0)
+        _whole("lanes", self.lanes, 1, MOST_LANES)
+        at_least("noise", self.noise, 0.0)
+        if self.noise > MOST_NOISE:
+            raise SimulationError(f"noise={self.noise!r}: the logarithms of read times spread by at most {MOST_NOISE:g}")
         table = self.table
         if not table or any(not value > 0 for value in table):
             raise SimulationError(f"gb_per_s={self.gb_per_s!r} must be positive (math.inf for a disk that takes only its latency)")
@@ -109,6 +121,8 @@ class Disk:
     @classmethod
     def fitted(cls, *, latency_ms: float, peak_gb_per_s: float, half_depth: float, lanes: int, **more) -> Disk:
         """A disk whose bandwidth saturates with depth: peak * d / (d + half_depth)."""
+        _whole("lanes", lanes, 1, MOST_LANES)
+        at_least("half_depth", half_depth, 0.0)
         return cls(latency_ms=latency_ms, gb_per_s=tuple(peak_gb_per_s * d / (d + half_depth) for d in range(1, lanes + 1)), lanes=lanes, **more)
 
 
@@ -134,9 +148,9 @@ class Compute:
             if not isinstance(value, (int, float)):
                 object.__setattr__(self, name, tuple(float(v) for v in value))
             for entry in np.atleast_1d(getattr(self, name)):
-                _at_least(name, float(entry), 0.0)
-        _at_least("head_ms", self.head_ms, 0.0)
-        _at_least("extra_token", self.extra_token, 0.0)
+                at_least(name, float(entry), 0.0)
+        at_least("head_ms", self.head_ms, 0.0)
+        at_least("extra_token", self.extra_token, 0.0)
 
     def per_layer(self, name: str, num_layers: int) -> np.ndarray:
         value = np.atleast_1d(np.asarray(getattr(self, name), dtype=np.float64))
@@ -153,7 +167,8 @@ class Prefetch:
     resident, on their way, or scored below `threshold`. `guard`: "none"; "idle" (only where nothing is read or queued);
     "window" (only while all prefetches outstanding are estimated to end before the layer's router; demands are waited for
     before that window begins, so they do not count). `expire`: queued guesses are dropped when their layer's router has
-    spoken; `cancel`: also when a guess at a shorter horizon leaves them out.
+    spoken; `cancel`: also when a guess at a shorter horizon leaves them out. `promote`: a queued guess that is demanded is read with the
+    demands, before all other guesses; otherwise the router waits until its turn among the guesses comes.
     `cross_token`: guess past the last layer, for the first layers of the next token.
     """
 
@@ -164,17 +179,22 @@ class Prefetch:
     guard: str = "none"
     expire: bool = True
     cancel: bool = False
+    promote: bool = True
     cross_token: bool = False
 
     def __post_init__(self):
         if not isinstance(self.horizon, int):
-            object.__setattr__(self, "horizon", tuple(sorted(self.horizon)))
+            object.__setattr__(self, "horizon", tuple(sorted(self.horizon) if isinstance(self.horizon, Iterable) else [self.horizon]))
+        for h in self.horizons:
+            _whole("horizon", h, 1)
         if not self.horizons or min(self.horizons) < 1 or len(set(self.horizons)) != len(self.horizons):
             raise SimulationError(f"horizon={self.horizon} must be different layer counts of at least 1")
         if self.source == NONE:
-            raise SimulationError("for no prefetch leave prefetch out (prefetch=None)")
+            raise SimulationError("for no prefetch leave prefetch out (prefetch=None); in a sweep and on the command line its name is demand")
         _choice("guard", self.guard, GUARDS)
-        _at_least("budget", self.budget, 0)
+        _whole("budget", self.budget, 0)
+        if self.threshold is not None and not math.isfinite(self.threshold):
+            raise SimulationError(f"threshold={self.threshold!r} must be a number")
         if self.threshold is not None and self.source == ORACLE:
             raise SimulationError("the oracle has no scores, so threshold has no meaning")
 

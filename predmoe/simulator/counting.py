@@ -72,12 +72,14 @@ class Counts:
         return Counts(self.per_pass[chosen], self.phase[chosen], self.evictions)
 
 
-def count(trace: Trace, cache: Cache, *, replay: str = "atomic", cold: str = "trace", usage: np.ndarray | None = None, flags: bool = False) -> Counts:
+def count(trace: Trace, cache: Cache, *, replay: str = "atomic", cold: str = "trace", usage: np.ndarray | None = None, flags: bool = False,
+          rng: random.Random | None = None) -> Counts:  # fmt: skip
     """Hits, misses and bytes read of `cache` on `trace`.
 
     `cold`: "trace" empties the cache once, "sequence" also whenever new sequences begin. `usage`: uses per (layer, expert)
     [L, E] by which pinned and static experts are chosen, the trace's own by default. `flags` also returns each access's
-    hit. Raises SimulationError for settings that cannot be replayed.
+    hit. `rng`: the generator of sampled evictions, left as far on as they have drawn, so that several replays can share one (default: a new
+    one of `cache.seed`). Raises SimulationError for settings that cannot be replayed.
     """
     if replay not in REPLAYS:
         raise SimulationError(f"replay={replay!r} is unknown; choose atomic or sequential")
@@ -89,10 +91,14 @@ def count(trace: Trace, cache: Cache, *, replay: str = "atomic", cold: str = "tr
     first, when = occurrences(trace, own_usage) if cache.policy == "belady" else (np.zeros(1, np.int64), np.zeros(1, np.int32))
     per_pass = np.zeros((trace.num_passes, 3), np.int64)
     hit_NLK = np.zeros(trace.experts_NLK.shape if flags else (0, 0, 0), np.bool_)
-    words = _words(cache, int(own_usage.sum()))
+    rng = rng or random.Random(cache.seed)
+    before = rng.getstate()
+    words, scratch = _words(cache, int(own_usage.sum()), rng), _scratch(cache, E, trace.num_layers)
     pool = 21 + (4 ** math.ceil(math.log(cache.sample * 3, 4)) if cache.sample > 5 else 0)
     _count(trace.experts_NLK, trace.starts, fresh_passes(trace, cold), E, POLICIES.index(cache.policy), r, replay == "atomic",
-           first, when, cache.sample, pool, words, per_pass, hit_NLK, _scratch(cache, E, trace.num_layers))  # fmt: skip
+           first, when, cache.sample, pool, words, per_pass, hit_NLK, scratch)  # fmt: skip
+    rng.setstate(before)
+    rng.getrandbits(32 * int(scratch.draws[0]))
     return Counts(per_pass, trace.phase, int(r.tally[res.EVICTIONS]), hit_NLK if flags else None)
 
 
@@ -111,7 +117,7 @@ def count_keys(keys: np.ndarray, slots: int, policy: str = "lru") -> int:
     r = res.create(cache, E, np.ones(1, np.int64), 1, usage)
     first, when = _occurrences_of(experts, starts, E, usage)
     per_pass = np.zeros((len(keys), 3), np.int64)
-    _count(experts, starts, np.zeros(len(keys), np.bool_), E, POLICIES.index(policy), r, False, first, when, 0, 21, _words(cache, 0),
+    _count(experts, starts, np.zeros(len(keys), np.bool_), E, POLICIES.index(policy), r, False, first, when, 0, 21, _words(cache, 0, random.Random()),
            per_pass, np.zeros((0, 0, 0), np.bool_), _scratch(cache, E, 1))  # fmt: skip
     return len(keys) - int(per_pass[:, HITS].sum())
 
@@ -149,10 +155,10 @@ def checked_usage(usage: np.ndarray, trace: Trace) -> np.ndarray:
     return usage.reshape(-1).astype(np.int64)
 
 
-def _words(cache: Cache, accesses: int) -> np.ndarray:
-    """32-bit outputs of Python's own generator, so that a sampled eviction draws what random.Random(seed).sample draws."""
+def _words(cache: Cache, accesses: int, rng: random.Random) -> np.ndarray:
+    """32-bit outputs of Python's own generator, so that a sampled eviction draws what rng.sample draws."""
     n = 3 * cache.sample * accesses + 1
-    return np.frombuffer(random.Random(cache.seed).getrandbits(32 * n).to_bytes(4 * n, "little"), np.uint32) if cache.sample else np.zeros(1, np.uint32)
+    return np.frombuffer(rng.getrandbits(32 * n).to_bytes(4 * n, "little"), np.uint32) if cache.sample else np.zeros(1, np.uint32)
 
 
 def _occurrences_of(experts, starts, E, usage):

@@ -32,6 +32,7 @@ class Settings(NamedTuple):
     weightless: bool           # bandwidth is infinite
     factors: np.ndarray        # float64: what noise does to the reads, in turn
     guard: int
+    promote: bool              # a demand takes its queued guess out of the queue of guesses
     counted_from: int          # first pass after the warm-up
     record_from: int           # passes whose timeline is kept
     record_end: int
@@ -89,12 +90,15 @@ def ahead(q, reads, size):
 
 
 @compiled
-def demand(q, key, size):
-    """Queue a read that the router waits for; a queued guess for it moves over."""
-    if q.state[key] == GUESSED:
-        q.guesses[q.place[key]] = -1
-        ahead(q, -1, size)
+def demand(q, p, key, size):
+    """Queue a read that the router waits for; a queued guess for it moves over, or where nothing is promoted is waited for in its place."""
+    guessed = q.state[key] == GUESSED
     q.state[key] = DEMANDED
+    if guessed:
+        ahead(q, -1, size)
+        if not p.promote:
+            return
+        q.guesses[q.place[key]] = -1
     q.demands[q.at[DEMAND_TAIL]] = key
     q.at[DEMAND_TAIL] += 1
 
@@ -139,7 +143,10 @@ def compact(q):
 
 @compiled
 def cancel(q, r, row):
+    """Take a guess out of the queue unread, unless the router waits for it there."""
     key = q.guesses[row]
+    if q.state[key] == DEMANDED:
+        return
     q.guesses[row] = -1
     q.state[key] = IDLE
     ahead(q, -1, r.size[r.layer[key]])

@@ -121,9 +121,9 @@ def _ask(q, r, p, routing, members, count, layer, s, event, cursor):
             else:
                 stats[dq.MISSES] += 1
                 if q.state[key] == dq.GUESSED:
-                    stats[dq.PROMOTED] += 1
+                    stats[dq.PROMOTED] += p.promote
                     dq.resolve(q, r, key, dq.LATE)
-                dq.demand(q, key, r.size[layer])
+                dq.demand(q, p, key, r.size[layer])
             res.admit(r, key, head, group, layer)
         res.use(r, p.policy, key, head, s)
     res.trim(r, p.policy, group, head, event, layer, s)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from ..traces.schema import DECODE, PREFILL
 from . import diskqueue as dq
-from .config import SimulationError
+from .config import SimulationError, at_least
 
 KINDS = ("attention", "stall", "experts", "head", "demand read", "prefetch read")
 
@@ -94,7 +94,8 @@ class Outcome:
     @property
     def hits(self) -> dict[str, int]:
         """Accesses by where the expert was: resident; in flight (a prefetch being read); missing (`promoted` of them were
-        queued prefetches, which a demand found before their read had begun)."""
+        queued prefetches, which a demand found before their read had begun and took over; with `Prefetch.promote` off it waits for them in
+        their place, and they are missing like the others, but read as prefetches)."""
         return {"resident": self._sum(dq.RESIDENT), "in_flight": self._sum(dq.IN_FLIGHT), "missing": self._sum(dq.MISSES)}
 
     @property
@@ -154,7 +155,8 @@ class Outcome:
         return float(self.first_token_ms.mean())
 
     def energy_j(self, joules_per_byte: float) -> float:
-        """Energy of the reads."""
+        """Energy of the reads. Raises SimulationError for a negative or infinite price."""
+        at_least("joules_per_byte", joules_per_byte, 0.0)
         return joules_per_byte * self.read_bytes
 
     def per_pass(self) -> pd.DataFrame:
@@ -170,6 +172,11 @@ class Outcome:
         kind, span, what = self.rows
         frame = pd.DataFrame(dict(kind=np.array(KINDS)[kind], start_ms=span[:, 0], end_ms=span[:, 1], of_pass=what[:, 0], what=what[:, 1]))
         return frame.sort_values(["start_ms", "end_ms"], kind="stable", ignore_index=True)
+
+    def prefetches_read(self) -> pd.DataFrame:
+        """Columns of_pass and key of the prefetches read in the passes whose timeline was asked for, in the order in which they ended."""
+        kind, _, what = self.rows
+        return pd.DataFrame(what[kind == dq.GUESS_READ], columns=["of_pass", "key"])
 
     def summary(self) -> dict[str, float]:
         """The figures of one line of a table. Without decode passes or new sequences the figures that need them are left out."""

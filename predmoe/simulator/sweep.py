@@ -19,7 +19,7 @@ DEMAND = "demand"
 _CACHE = {"slots": "slots", "bytes": "bytes", "scope": "scope", "cache_policy": "policy", "pinned": "pinned"}
 _DISK = {name: name for name in ("latency_ms", "gb_per_s", "lanes", "noise")}
 _COMPUTE = {name: name for name in ("attention_ms", "expert_ms", "shared_ms", "head_ms", "overlap")}
-_PREFETCH = {name: name for name in ("horizon", "budget", "threshold", "guard", "expire", "cancel", "cross_token")}
+_PREFETCH = {name: name for name in ("horizon", "budget", "threshold", "guard", "expire", "cancel", "promote", "cross_token")}
 AXES = ("policy", *_CACHE, *_DISK, *_COMPUTE, *_PREFETCH)
 
 
@@ -31,6 +31,8 @@ def sweep(trace: Trace, *, cache: Cache = Cache(slots=64), disk: Disk = Disk(), 
     and `prefetch.source`. Settings of the prefetch do not multiply the demand rows. Returns one row per cell, in the order of
     the axes: the axes' values and `Outcome.summary`. Replays run in threads (the compiled loop holds no lock), as many as there are cores.
     """
+    if workers is not None and workers < 1:
+        raise SimulationError(f"workers={workers}: a sweep needs at least one")
     unknown = sorted(set(axes) - set(AXES))
     if unknown:
         raise SimulationError(f"unknown axes {', '.join(unknown)}; a sweep has {', '.join(AXES)}")

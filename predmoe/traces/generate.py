@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from scipy.signal import lfilter
@@ -65,9 +66,11 @@ def synthetic(*, tokens: int, layers: int, num_experts: int, top_k: int, expert_
     rng = np.random.default_rng(seed)
     length = prompt + tokens
     N = sequences * length
-    persistence = 0.0 if reuse is None else _persistence(reuse, num_experts, top_k, skew, rng)
+    draw = lambda: int(rng.integers(1 << 31))  # noqa: E731: a seed of its own for each unknown
+    persistence = 0.0 if reuse is None else _persistence(reuse, num_experts, top_k, skew, draw())
     predictors = predictors or {}
-    noise = {(name, h): _noise(accuracy, h, num_experts, top_k, skew, rng) for name, accuracy in predictors.items() for h in accuracy.recall}
+    noise = {(name, h): _noise(accuracy.recall[h], accuracy.guesses(h, top_k), num_experts, top_k, skew, draw())
+             for name, accuracy in predictors.items() for h in accuracy.recall}  # fmt: skip
     if any(h > layers for _, h in noise):
         raise TraceError(f"a horizon is beyond the last of {layers} layers")
     experts_NLK = np.empty((N, layers, top_k), np.int16)
@@ -108,12 +111,16 @@ def reuse_rate(trace: Trace) -> float:
 
 def _logits(n: int, E: int, skew: float, persistence: float, rng: np.random.Generator, order: np.ndarray) -> np.ndarray:
     """[n, E]: log popularity plus a stationary first-order process of unit variance."""
-    shocks = rng.standard_normal((n, E), dtype=np.float32)
+    return _persisting(rng.standard_normal((n, E), dtype=np.float32), persistence) - skew * np.log1p(order).astype(np.float32)
+
+
+def _persisting(shocks: np.ndarray, persistence: float) -> np.ndarray:
+    """Independent shocks [n, E] made a stationary first-order process; they are changed in place."""
     if persistence:
         step = np.sqrt(1 - persistence**2)
         shocks[0] /= step
         shocks = lfilter([step], [1.0, -persistence], shocks, axis=0).astype(np.float32)
-    return shocks - skew * np.log1p(order).astype(np.float32)
+    return shocks
 
 
 def _best(logits_NE: np.ndarray, k: int) -> np.ndarray:
@@ -146,11 +153,13 @@ def _bisect(measure: Callable[[float], float], wanted: float, low: float, high: 
     return (low + high) / 2
 
 
-def _persistence(reuse: float, E: int, k: int, skew: float, rng: np.random.Generator) -> float:
-    seed = int(rng.integers(1 << 31))
+@lru_cache(maxsize=64)   # the same few traces are made again and again: on every disk, with every predictor
+def _persistence(reuse: float, E: int, k: int, skew: float, seed: int) -> float:
+    shocks = np.random.default_rng(seed).standard_normal((SAMPLE, E), dtype=np.float32)
+    popularity = skew * np.log1p(np.arange(E)).astype(np.float32)
 
     def measure(persistence: float) -> float:
-        chosen = _best(_logits(SAMPLE, E, skew, persistence, np.random.default_rng(seed), np.arange(E)), k)
+        chosen = np.argpartition(popularity - _persisting(shocks.copy(), persistence), k - 1, axis=1)[:, :k]
         return float((chosen[1:, :, None] == chosen[:-1, None, :]).any(-1).mean())
 
     least = measure(0.0)
@@ -159,11 +168,11 @@ def _persistence(reuse: float, E: int, k: int, skew: float, rng: np.random.Gener
     return 0.0 if reuse <= least else _bisect(measure, reuse, 0.0, 0.9999)
 
 
-def _noise(accuracy: Accuracy, h: int, E: int, k: int, skew: float, rng: np.random.Generator) -> float:
-    """The noise at which a predictor has its recall at horizon `h`."""
-    wanted, guesses, seed = accuracy.recall[h], accuracy.guesses(h, k), int(rng.integers(1 << 31))
+@lru_cache(maxsize=256)
+def _noise(wanted: float, guesses: float, E: int, k: int, skew: float, seed: int) -> float:
+    """The noise at which a predictor has the recall `wanted` with so many guesses."""
     if guesses > E:
-        raise TraceError(f"recall {wanted} at precision {accuracy.precision} means {guesses:.1f} guesses of {E} experts")
+        raise TraceError(f"recall {wanted} means {guesses:.1f} guesses of {E} experts, at the precision asked for")
 
     own = np.random.default_rng(seed)
     logits = _logits(SAMPLE, E, skew, 0.0, own, np.arange(E))

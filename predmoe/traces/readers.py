@@ -41,6 +41,8 @@ def read(path: str | os.PathLike, kind: str | None = None, **options) -> Trace:
         return READERS[kind](path, **options)
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text (byte {error.start}), so not a trace of the format {kind}") from None
+    except TraceError as error:
+        raise error if str(error).startswith(str(path)) else TraceError(f"{path}: {error}") from None
 
 
 def guess(path: Path) -> str:
@@ -70,6 +72,11 @@ def reader(name: str):
 
 def _sizes(expert_bytes, layers: int) -> tuple[int, ...]:
     return (int(expert_bytes),) * layers if np.isscalar(expert_bytes) else tuple(expert_bytes)
+
+
+def _experts(num_experts: int | None, highest: int) -> int:
+    """Experts per layer, where the format does not say and the caller may."""
+    return highest + 1 if num_experts is None else num_experts
 
 
 def _number(text: str, kind: type, line: int, path: Path, name: str):
@@ -118,7 +125,9 @@ def route_csv(path: Path, *, source: str = "", domain: str = "", on_policy: bool
             raise TraceError(f"{path}: the '#' lines do not give {name} as a number")
     if not facts.get("n_layer", "0").isdecimal():
         raise TraceError(f"{path}: n_layer is {facts['n_layer']!r}, not a number")
-    layers = sorted(layer for layer in sizes if sizes[layer] > 0)
+    if negative := [layer for layer in sizes if sizes[layer] < 0]:
+        raise TraceError(f"{path}: the expert_bytes of layer {negative[0]} are negative")
+    layers = sorted(layer for layer in sizes if sizes[layer] > 0)   # the dense ones have none
     meta = Meta(model=facts.get("model", ""), num_experts=int(facts["n_expert"]), top_k=int(facts["n_expert_used"]), layers=layers,
                 expert_bytes=[sizes[layer] for layer in layers], model_layers=int(facts.get("n_layer", 0)), source=source, domain=domain, on_policy=on_policy)  # fmt: skip
     return _from_rows(path, meta, rows, lines)
@@ -161,8 +170,20 @@ def _from_rows(path: Path, meta: Meta, rows: list[list], lines: list[int]) -> Tr
     keys = list(tokens)
     turns = {turn: i for i, turn in enumerate(dict.fromkeys(turn for turn, _, _ in keys))}
     opens = [i for i, key in enumerate(keys) if i == 0 or key[1] == DECODE or keys[i - 1][:2] != key[:2]]
-    return build(meta, experts, starts=[*opens, N], phase=[keys[i][1] for i in opens], sequence=[turns[key[0]] for key in keys], weights_NLK=weights,
-                 where=lambda n, l: f"{path}, line {cells[n, l][0]}")  # fmt: skip
+    trace = build(meta, experts, starts=[*opens, N], phase=[keys[i][1] for i in opens], sequence=[turns[key[0]] for key in keys], weights_NLK=weights,
+                  where=lambda n, l: f"{path}, line {cells[n, l][0]}")  # fmt: skip
+    return _all_layers(trace, lambda n: f"{path}, line {max(cell[0] for (of, _), cell in cells.items() if of == n)}")
+
+
+def _all_layers(trace: Trace, where: Callable[[int], str]) -> Trace:
+    """`trace`, if every pass has a row of every layer: a file that was cut between two lines lacks the last layers of its last pass.
+
+    `where` names a token's last line.
+    """
+    without = np.logical_and.reduceat(trace.experts_NLK[..., 0] == ABSENT, trace.starts[:-1], axis=0)
+    for s, l in np.argwhere(without)[:1].tolist():
+        raise TraceError(f"{where(int(trace.starts[s + 1]) - 1)}: this pass has no row of layer {trace.meta.layers[l]}; is the file cut short?")
+    return trace
 
 
 @reader("tokens")
@@ -186,7 +207,7 @@ def token_jsonl(path: Path, *, num_experts: int | None = None, expert_bytes=1, m
     if not rows:
         raise TraceError(f"{path}: the trace is empty: no token")
     experts = np.array(rows, np.int64)
-    meta = Meta(model=model, num_experts=num_experts or int(experts.max()) + 1, top_k=experts.shape[2], layers=range(experts.shape[1]),
+    meta = Meta(model=model, num_experts=_experts(num_experts, int(experts.max())), top_k=experts.shape[2], layers=range(experts.shape[1]),
                 expert_bytes=_sizes(expert_bytes, experts.shape[1]), source=source, domain=domain, on_policy=on_policy)  # fmt: skip
     return build(meta, experts, where=lambda n, l: f"{path}, line {lines[n]}, layer {l}")
 
@@ -199,7 +220,7 @@ def _rectangle(layers, shape: tuple[int, int], at: str) -> None:
     for l, ids in enumerate(layers):
         if len(ids) != shape[1]:
             raise TraceError(f"{at}, layer {l}: {len(ids)} experts, not top-{shape[1]}")
-        if not all(isinstance(i, int) and i >= 0 for i in ids):
+        if not all(type(i) is int and 0 <= i <= np.iinfo(np.int16).max for i in ids):   # true is no id
             raise TraceError(f"{at}, layer {l}: {ids} are not all expert ids")
 
 
@@ -253,20 +274,26 @@ def array_npz(path: Path, *, num_experts: int | None = None, expert_bytes=1, seq
         raise TraceError(f"{path}: the trace is empty, or ids has the shape {ids.shape} instead of (tokens, layers, k)")
     if ids.dtype.kind not in "iu":
         raise TraceError(f"{path}: ids are {ids.dtype}, not integers")
+    if (negative := (ids < 0).any((1, 2))).any():
+        raise TraceError(f"{path}, row {int(np.argmax(negative))}: a negative expert id")
     if offsets.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 1).any():
         raise TraceError(f"{path}: seq_offsets must rise from 0 to the {len(ids)} tokens")
     chosen = np.arange(len(offsets) - 1) if sequences is None else np.asarray(sequences)
     if not len(chosen) or chosen.min() < 0 or chosen.max() >= len(offsets) - 1:
         raise TraceError(f"{path}: sequences must be numbers of 0..{len(offsets) - 2}")
+    if len(set(chosen.tolist())) < len(chosen):
+        raise TraceError(f"{path}: a sequence is asked for twice")
     pick = np.concatenate([np.arange(offsets[q], offsets[q + 1]) for q in chosen])
     weights = None
     if len(held) == 3 and np.isin(chosen, held["weight_seq"]).all():
+        if len(held["weight_offsets"]) != len(held["weight_seq"]) + 1:
+            raise TraceError(f"{path}: weight_offsets must have one entry more than the {len(held['weight_seq'])} of weight_seq")
         place = {int(q): i for i, q in enumerate(held["weight_seq"])}
         parts = [held["weights_bf16_bits"][held["weight_offsets"][place[int(q)]] : held["weight_offsets"][place[int(q)] + 1]] for q in chosen]
         weights = (np.concatenate(parts).astype(np.uint32) << 16).view(np.float32)
     experts = ids[pick].astype(np.int64)
     L, K = experts.shape[1:]
-    meta = Meta(model=model, num_experts=num_experts or int(ids.max()) + 1, top_k=K, layers=range(L), expert_bytes=_sizes(expert_bytes, L), source=source,
+    meta = Meta(model=model, num_experts=_experts(num_experts, int(ids.max())), top_k=K, layers=range(L), expert_bytes=_sizes(expert_bytes, L), source=source,
                 domain=domain, on_policy=on_policy)  # fmt: skip
     return build(meta, experts, sequence=np.repeat(chosen, np.diff(offsets)[chosen]), weights_NLK=weights, where=lambda n, l: f"{path}, row {pick[n]}, layer {l}")
 
@@ -295,6 +322,10 @@ def colibri_lines(path: Path, *, num_experts: int, expert_bytes=1, model: str = 
                 if not colon:
                     raise TraceError(f"{at}: {item!r} is not expert:gate")
                 chosen.append((_number(expert, int, number, path, "expert"), _number(gate, float, number, path, "gate")))
+                if chosen[-1][0] < 0:
+                    raise TraceError(f"{at}: a negative expert id")
+                if chosen[-1][0] >= num_experts:
+                    raise TraceError(f"{at}: an expert id is not below num_experts={num_experts}")
             width = width or len(chosen)
             if len(chosen) != width:
                 raise TraceError(f"{at}: {len(chosen)} experts, not top-{width}")
@@ -316,5 +347,6 @@ def colibri_lines(path: Path, *, num_experts: int, expert_bytes=1, model: str = 
     sizes = np.diff([*opens, len(keys)])
     meta = Meta(model=model, num_experts=num_experts, top_k=width, layers=layers, expert_bytes=_sizes(expert_bytes, len(layers)), source=source, domain=domain,
                 on_policy=on_policy)  # fmt: skip
-    return build(meta, experts, starts=[*opens, len(keys)], phase=np.where(sizes > 1, PREFILL, DECODE), weights_NLK=weights,
-                 where=lambda n, l: f"{path}, line {cells[keys[n]].get(layers[l], (0,))[0]}")  # fmt: skip
+    trace = build(meta, experts, starts=[*opens, len(keys)], phase=np.where(sizes > 1, PREFILL, DECODE), weights_NLK=weights,
+                  where=lambda n, l: f"{path}, line {cells[keys[n]].get(layers[l], (0,))[0]}")  # fmt: skip
+    return _all_layers(trace, lambda n: f"{path}, line {max(number for number, _ in cells[keys[n]].values())}")

@@ -28,6 +28,7 @@ VERSION = 1
 PREFILL, DECODE = 0, 1
 ABSENT = -1                  # a (token, layer) that the model did not route, or the end of a short list of predictions
 UNIFORM_DISPERSION = 1.5     # below this, expert counts vary no more than if experts were drawn by lot
+LARGEST = 1 << 45            # bytes of an expert: beyond any, and a whole trace's sum still fits in 64 bits
 _KEY = "predmoe_trace"
 
 
@@ -63,6 +64,10 @@ class Meta:
     def __post_init__(self):
         for name in ("layers", "expert_bytes"):
             object.__setattr__(self, name, tuple(int(value) for value in getattr(self, name)))
+        for name in ("num_experts", "top_k", "model_layers", "shared_experts"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or value < 0:
+                raise TraceError(f"{name}={value!r} must be a whole number of at least 0")
         if not self.layers:
             raise TraceError("a trace needs at least one mixture-of-experts layer")
         if not self.model_layers:
@@ -73,8 +78,8 @@ class Meta:
             raise TraceError(f"layer {self.layers[-1]} does not exist in a model of {self.model_layers} layers")
         if not 1 <= self.top_k <= self.num_experts or self.num_experts > np.iinfo(np.int16).max:
             raise TraceError(f"top_k={self.top_k} of num_experts={self.num_experts} is impossible")
-        if len(self.expert_bytes) != len(self.layers) or min(self.expert_bytes) < 1:
-            raise TraceError(f"expert_bytes must give one positive size for each of the {len(self.layers)} layers")
+        if len(self.expert_bytes) != len(self.layers) or min(self.expert_bytes) < 1 or max(self.expert_bytes) > LARGEST:
+            raise TraceError(f"expert_bytes must give one positive size for each of the {len(self.layers)} layers, none above {LARGEST} bytes")
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ class Trace:
         if (L, K) != (len(self.meta.layers), self.meta.top_k):
             raise TraceError(f"experts have the shape {self.experts_NLK.shape}, not (tokens, {len(self.meta.layers)} layers, top-{self.meta.top_k})")
         S = len(self.phase)
-        if len(self.starts) != S + 1 or self.starts[0] != 0 or self.starts[-1] != N or (np.diff(self.starts) < 1).any():
+        if self.starts.ndim != 1 or self.phase.ndim != 1 or len(self.starts) != S + 1 or self.starts[0] != 0 or self.starts[-1] != N or (np.diff(self.starts) < 1).any():
             raise TraceError(f"starts must rise from 0 to the {N} tokens, one offset for each of the {S} passes and the end")
         if not np.isin(self.phase, (PREFILL, DECODE)).all():
             raise TraceError(f"pass {int(np.argmax(~np.isin(self.phase, (PREFILL, DECODE))))}: phase must be 0 (prefill) or 1 (decode)")
@@ -354,6 +359,8 @@ def _map(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
     for name, (dtype, shape, first, last) in places.items():
         if dtype not in _DTYPES:
             raise TraceError(f"{path}: {name} has the type {dtype}, which no trace uses")
+        if not all(isinstance(n, int) and n >= 0 for n in (*shape, first, last)):
+            raise TraceError(f"{path}: {name} has the shape {shape} at {first}..{last}, which are not whole numbers")
         if first < 0 or last - first != int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize:
             raise TraceError(f"{path}: {name} has {last - first} bytes, which is not the shape {shape} of {dtype}")
         arrays[name] = np.frombuffer(view[8 + length + first : 8 + length + last], _DTYPES[dtype]).reshape(shape)
