@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from .plots import COLORS, LINES, MARKERS, PREDICTORS, REFERENCE, SEED, _legend, _looks, _panels, _point, _styled
 
@@ -136,6 +136,7 @@ def sizes(table: pd.DataFrame, published: pd.DataFrame) -> Figure:
             ax.plot(row.active / 1e6, 100 * row.gain, **marks[row.arm], zorder=5)
         ax.axhline(0, color="#555555", linewidth=1)
         ax.set_xscale("log")
+        ax.xaxis.set(major_formatter="{x:g}", minor_formatter=NullFormatter())
         ax.margins(x=0.12)
         ax.set(title=f"h = {h}", xlabel="active parameters (millions)")
     axes[0].set_ylabel("joint - baseline\n(points of hit@k)")
@@ -145,8 +146,10 @@ def sizes(table: pd.DataFrame, published: pd.DataFrame) -> Figure:
 
 @_styled
 def experts(table: pd.DataFrame, published: pd.DataFrame) -> Figure:
-    """Columns routing ("16, top-2"), seed, horizon, gain; `published`: arm, experts, top_k, horizon, gain. One panel per horizon."""
+    """Columns routing ("16, top-2"), seed, horizon, gain; `published`: arm, routing, horizon, gain, drawn where `table` has its routing. One panel
+    per horizon."""
     horizons, routings = sorted(table.horizon.unique()), list(dict.fromkeys(table.routing))
+    published = published[published.routing.isin(routings)]
     figure, axes = _panels(len(horizons), height=3.4, width=2.6, sharey=True)
     look = {"color": COLORS[1], "marker": "s", "linestyle": "none"}
     marks = {name: REFERENCE | {"marker": marker} for name, marker in zip(dict.fromkeys(published.arm), ("D", "^"))}
@@ -154,8 +157,7 @@ def experts(table: pd.DataFrame, published: pd.DataFrame) -> Figure:
         for x, routing in enumerate(routings):
             _point(ax, x, 100 * table[(table.horizon == h) & (table.routing == routing)].gain, look)
         for row in published[published.horizon == h].itertuples():
-            if (name := f"{row.experts}, top-{row.top_k}") in routings:
-                ax.plot(routings.index(name) - 0.15, 100 * row.gain, **marks[row.arm], zorder=5)
+            ax.plot(routings.index(row.routing) - 0.15, 100 * row.gain, **marks[row.arm], zorder=5)
         ax.axhline(0, color="#555555", linewidth=1)
         ax.set(title=f"h = {h}", xticks=range(len(routings)), xticklabels=routings, xlim=(-0.5, len(routings) - 0.5), xlabel="experts")
         ax.grid(axis="x", visible=False)

@@ -68,7 +68,7 @@ def sizes_table(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def reference_points(predictor: str) -> pd.DataFrame:
-    """Columns arm, active, experts, top_k, horizon, gain: the reference study's effect at its tiers, for one predictor.
+    """Columns arm, active, routing, horizon, gain: the reference study's effect at its tiers, for one predictor.
 
     Tier A has joint 0.3 - baseline. Tier B's baseline is not given, so that its dose table tells only what 0.3 brings over the smallest dose
     (linear predictor): less than what it brings over none, if more weight brings more.
@@ -76,8 +76,9 @@ def reference_points(predictor: str) -> pd.DataFrame:
     reference, rows = results.reference(), []
 
     def add(name, tier, values):
-        shape = {key: reference["tiers"][tier][key] for key in ("active", "experts", "top_k")}
-        rows.extend({"arm": name} | shape | {"horizon": int(h), "gain": gain} for h, gain in values.items())
+        shape = reference["tiers"][tier]
+        routing = f"{shape['experts']}, top-{shape['top_k']}"
+        rows.extend({"arm": name, "active": shape["active"], "routing": routing, "horizon": int(h), "gain": gain} for h, gain in values.items())
 
     for row in reference["effect"]:
         if row["predictor"] == predictor:
@@ -86,7 +87,7 @@ def reference_points(predictor: str) -> pd.DataFrame:
         doses = {row["lambda"]: row for row in reference["dose"] if row["tier"] == "B"}
         least = min(doses)
         add(f"reference, tier B, 0.3 against {least:g}", "B", {h: doses[0.3][h] - doses[least][h] for h in doses[least] if h.isdigit()})
-    return pd.DataFrame(rows, columns=["arm", "active", "experts", "top_k", "horizon", "gain"])
+    return pd.DataFrame(rows, columns=["arm", "active", "routing", "horizon", "gain"])
 
 
 # --- effects -----------------------------------------------------------------------------------------------------------

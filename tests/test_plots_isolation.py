@@ -60,7 +60,7 @@ def test_every_seed_of_every_arm_is_drawn_with_its_value():
 def test_the_reference_stands_at_its_own_size_in_points():
     ax = drawn("sizes").axes[-1]   # h = 4
     marks = [(line.get_xdata()[0], line.get_ydata()[0]) for line in ax.lines if line.get_markeredgewidth() == plots.REFERENCE["markeredgewidth"]]
-    assert sorted(marks) == pytest.approx([(56.0, 6.2), (99.0, 6.4)])
+    assert np.array(sorted(marks)) == pytest.approx(np.array([(56.0, 6.2), (99.0, 6.4)]))
     part = scaling.same_experts(TABLE).query("horizon == 4")
     assert open_points(ax) == pytest.approx(np.sort(100 * part.gain))
 
@@ -84,3 +84,12 @@ def test_a_size_with_one_seed_draws_no_interval():
 def test_power_is_one_line_per_effect_and_way():
     for ax in drawn("power").axes:
         assert sum(len(line.get_xdata()) == 9 for line in ax.lines) == 6
+
+
+def test_the_references_number_of_experts_is_drawn_where_ours_has_it():
+    def marks(table):
+        axes = plots_isolation.experts(table, scaling.reference_points("ranking")).axes
+        return [line.get_ydata()[0] for ax in axes for line in ax.lines if line.get_markeredgewidth() == plots.REFERENCE["markeredgewidth"]]
+
+    table = scaling.same_width(TABLE, ["8 experts"])
+    assert marks(table) == pytest.approx([2.9, 4.3, 5.2]) and marks(table[table.experts != 16]) == []
