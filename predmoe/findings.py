@@ -144,7 +144,7 @@ def answers(claims: Sequence[Mapping], horizons: Mapping | None) -> list[str]:
         other = say_by_horizon(against, "Against the reference's objective, the best alternative, chosen on other seeds,", "hit@k")
         other += f" It {next(gate for gate in horizons['gates'] if gate['arm'] == 'alternative')['sentence']}."
     failed = [claim for claim in claims if claim["verdict"] == stats.NOT_REPLICATED]
-    open_ones = sum(claim["why"].startswith(stats.NOTHING_EXCLUDED) for claim in failed)
+    open_ones = sum(all(part["why"].startswith(stats.NOTHING_EXCLUDED) for part in claim.get("parts", [claim])) for claim in failed)
     listed = "; ".join(claim["statement"].rstrip(".") for claim in failed) or "Nothing that was tested"
     unclear = f" For {open_ones} of these {len(failed)} the interval contains zero: not refuted, but not shown either." if open_ones else ""
     words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)

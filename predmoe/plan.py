@@ -78,7 +78,7 @@ def _hours(items: Sequence[Item], parallel: int) -> str:
     left = [item for item in items if item.state != "done"]
     if any(item.seconds is None for item in left):
         return "unknown"
-    return f"{sum(item.seconds for item in left) / parallel / 3600:.1f}"
+    return f"{sum(item.seconds for item in left) / parallel / 3600:.1f}" if left else "0.0"
 
 
 def _item(entry: dict, store: Path, timings: dict) -> Item:

@@ -184,8 +184,8 @@ def training(curves: pd.DataFrame, *, value: str = "nats", label: str = "trainin
 
 
 @_styled
-def layers(table: pd.DataFrame) -> Figure:
-    """Columns horizon, layer (the one predicted from, first = 1), hit. One panel per horizon."""
+def layers(table: pd.DataFrame, *, value: str = "hit", label: str = "hit@k (share of the true top-k)", scale: float = 1.0) -> Figure:
+    """Columns horizon, layer (the one predicted from, first = 1) and `value`, drawn times `scale`. One panel per horizon."""
     horizons = sorted(table.horizon.unique())
     figure, axes = _panels(len(horizons), height=3.2, width=2.9, sharey=True)
     for ax, horizon in zip(axes, horizons):
@@ -193,11 +193,13 @@ def layers(table: pd.DataFrame) -> Figure:
         for x, arm, look in _dodged(table, spread=0.4):
             mine = part[part.arm == arm]
             at = np.array(sorted(mine.layer.unique()))
-            means = [_point(ax, layer + x, mine[mine.layer == layer].hit, look, small=True) for layer in at]
+            means = [_point(ax, layer + x, scale * mine[mine.layer == layer][value], look, small=True) for layer in at]
             ax.plot(at + x, means, color=look["color"], linestyle=look["linestyle"], linewidth=1, zorder=2)
         ax.set(title=f"h = {horizon}", xlabel="predicted from layer", xticks=sorted(part.layer.unique()))
         ax.grid(axis="x", visible=False)
-    axes[0].set_ylabel("hit@k (share of the true top-k)")
+        if value != "hit":
+            ax.axhline(0, color="#555555", linewidth=1)
+    axes[0].set_ylabel(label)
     _legend(figure, table)
     return figure
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -24,17 +23,13 @@ import yaml
 from matplotlib.figure import Figure
 from PIL import Image
 
-from . import paths, plots, provenance, stats
+from . import claims, paths, plots, provenance
+from .claims import ResultError, effect_text, values_by_seed   # noqa: F401  what reads results reads them from here
 
 ASSETS = Path(__file__).parent / "assets"
 SCHEMA_VERSION = 1
 MADE_WITH = ("provenance", "measured_by", "posthoc_config", "seconds", "tokens_per_second")   # of an arm: kept under provenance
 ELSEWHERE = ("documents", "curves", "config", *MADE_WITH)   # of an arm: left to the run store and the CSV tables
-UNITS = {"points": (100, "z.1f", " points"), "percent": (100, "z.2f", "%"), "nats": (1, "z.4f", " nats")}   # z: no -0.0
-
-
-class ResultError(ValueError):
-    """A result that is missing, incomplete or of another schema; the message says where."""
 
 
 # --- one experiment ----------------------------------------------------------------------------------------------------
@@ -178,103 +173,10 @@ def update_claims(profile: str) -> list[dict]:
 
     A claim whose experiments have not run is "not tested"; so is one with fewer than three seeds, its effect shown.
     """
-    results = load_all(profile)
-    claims = [evaluate(spec, results) for spec in yaml.safe_load((ASSETS / "claims.yaml").read_text())]
-    _write_json(paths.outputs(profile) / "claims.json", claims, "claims")
-    return claims
-
-
-def evaluate(spec: Mapping, results: Mapping[str, Mapping]) -> dict:
-    """One entry of claims.json from one of claims.yaml and the results by experiment."""
-    ran = [name for name in spec["notebook"] if name in results]
-    notebook = ran[0] if ran else spec["notebook"][-1]
-    effects, missing = [], f"{notebook} has not been run in this profile"
-    if "measure" not in spec:
-        missing = "no experiment measures this yet"
-    elif ran:
-        try:
-            effects, missing = _claim_effects(spec["measure"], results[notebook]["arms"], spec["unit"]), ""
-        except ResultError as error:
-            missing = f"{notebook}: {error}"
-    decided = _decide(spec, effects) if effects else stats.Verdict(stats.NOT_TESTED, missing)
-    plain = [effect.as_dict() for effect in effects]
-    return {
-        "id": spec["id"], "statement": spec["statement"], "headline": spec["headline"], "reference": spec["reference"],
-        "measured": _measured(plain, spec) if plain else "not measured", "effect": plain[0] if plain else None, "effects": plain,
-        "n": min((effect.n for effect in effects), default=0), "verdict": decided.word, "why": decided.why, "notebook": notebook,
-    }  # fmt: skip
-
-
-def _decide(spec, effects) -> stats.Verdict:
-    rules = {"direction": stats.verdict, "absent": stats.verdict_absent, "at_most": stats.verdict_at_most}
-    return rules[spec["rule"]](effects, spec["expected"])
-
-
-def _claim_effects(measure: Mapping, arms: list[Mapping], unit: str) -> list[stats.Effect]:
-    arm, metric = measure.get("arm"), measure["metric"]
-    minus, minus_metric = measure.get("minus", arm), measure.get("minus_metric", metric)
-    subtract = "minus" in measure or "minus_metric" in measure
-    shared = dict(relative=measure.get("relative", False), unit=unit)
-
-    def one(suffix: str, values) -> stats.Effect:
-        left, right = f"{arm} {metric}", f"{minus} {minus_metric}"
-        if subtract:
-            return stats.paired(values(arm, metric), values(minus, minus_metric), **shared, name=f"{left} - {right}{suffix}")
-        return stats.over_seeds(values(arm, metric), name=left + suffix, unit=unit)
-
-    if "pairs" in measure:
-        return [stats.paired(values_by_seed(arms, a, metric), values_by_seed(arms, b, metric), **shared, name=f"{a} - {b}, {metric}") for a, b in measure["pairs"]]
-    if "contrast" in measure:
-        far, near = measure["contrast"]
-
-        def contrast(arm, metric):
-            high, low = values_by_seed(arms, arm, f"{metric}.{far}"), values_by_seed(arms, arm, f"{metric}.{near}")
-            return {seed: high[seed] - low[seed] for seed in high}
-
-        label = "h=" if isinstance(far, int) else ""
-        return [one(f", {label}{far} minus {label}{near}", contrast)]
-    if "horizons" in measure:
-        return [one(f", h={h}", lambda arm, metric, h=h: values_by_seed(arms, arm, f"{metric}.{h}")) for h in measure["horizons"]]
-    return [one("", lambda arm, metric: values_by_seed(arms, arm, metric))]
-
-
-def values_by_seed(arms: Iterable[Mapping], arm: str, metric: str) -> dict[int, float]:
-    """seed -> value of a dotted path such as "hit.ranking.4". Raises ResultError where the arm or the metric is missing."""
-    rows = [row for row in arms if row["arm"] == arm]
-    if not rows:
-        raise ResultError(f"there is no arm {arm!r}")
-    values = {row["seed"]: _look_up(row, metric) for row in rows}
-    if len(values) != len(rows):
-        raise ResultError(f"arm {arm!r} has a seed twice")
-    return values
-
-
-def _look_up(row: Mapping, metric: str) -> float:
-    value = row
-    for key in metric.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            raise ResultError(f"arm {row['arm']!r}, seed {row['seed']} has no {metric}")
-        value = value[key]
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ResultError(f"arm {row['arm']!r}, seed {row['seed']}: {metric} is {value!r}, not a finite number")
-    return value
-
-
-def effect_text(effect: Mapping, unit: str) -> str:
-    """An effect with its interval in words, e.g. "+2.4 points [+1.0, +3.8]"; one seed says that it has no interval."""
-    scale, digits, name = UNITS[unit]
-    mean = f"{scale * effect['mean']:+{digits}}{name}"
-    if effect["ci95"] is None:
-        return f"{mean} (single seed)"
-    low, high = (f"{scale * end:+{digits}}" for end in effect["ci95"])
-    return f"{mean} [{low}, {high}]"
-
-
-def _measured(effects: list[Mapping], spec: Mapping) -> str:
-    horizons = spec["measure"].get("horizons")
-    text = " / ".join(effect_text(effect, spec["unit"]) for effect in effects)
-    n = effects[0]["n"]
-    return text + (f" at h = {' / '.join(map(str, horizons))}" if horizons else "") + f" ({n} seed{'s' if n > 1 else ''})"
+    found = load_all(profile)
+    decided = [claims.evaluate(spec, found) for spec in yaml.safe_load((ASSETS / "claims.yaml").read_text())]
+    _write_json(paths.outputs(profile) / "claims.json", decided, "claims")
+    return decided
 
 
 # --- files -------------------------------------------------------------------------------------------------------------

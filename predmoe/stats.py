@@ -190,6 +190,25 @@ def verdict_at_most(effects: Sequence[Effect], limit: float) -> Verdict:
     return Verdict(NOT_REPLICATED, f"the mean is above {limit:g}")
 
 
+def verdict_all(parts: Mapping[str, Verdict]) -> Verdict:
+    """One verdict for a claim of several parts, name -> the part's own: it claims them all.
+
+    replicated: every part is; not replicated: none is, and none partly; not tested: a part is not, for what has not been tested whole
+    cannot stand or fall whole; partly: anything else. Which parts of a "partly" hold is exploratory: nothing is corrected over parts.
+    """
+    if not parts:
+        raise ValueError("a claim has at least one part")
+    words = [part.word for part in parts.values()]
+    told = "; ".join(f"{name}: {part.word} ({part.why})" for name, part in parts.items())
+    why = f"{words.count(REPLICATED)} of {len(words)} parts replicated. {told}"
+    if set(words) == {NOT_TESTED} and len({part.why for part in parts.values()}) == 1:
+        why = next(iter(parts.values())).why   # nothing has run: said once
+    for word in (REPLICATED, NOT_REPLICATED):
+        if set(words) == {word}:
+            return Verdict(word, why)
+    return Verdict(NOT_TESTED if NOT_TESTED in words else PARTLY, why)
+
+
 def _untested(effects) -> Verdict | None:
     if not effects:
         return Verdict(NOT_TESTED, "no result")

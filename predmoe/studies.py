@@ -99,6 +99,33 @@ def dose(p: Mapping) -> dict[str, Pairs]:
     return groups
 
 
+def pair(p: Mapping) -> dict[str, Pairs]:
+    """04_isolation, 06_seeds: baseline and joint, on all seeds."""
+    return {"models": run_configs({"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"]}}, p["seeds"], **_shared(p))}
+
+
+def at_equal_tokens(size: Mapping, base: config.RunConfig) -> dict:
+    """A size as an explanation for `variations`: training as long as that of `base` in tokens per active parameter, warm-up the same share of it.
+
+    `size`: name, seeds, changed fields of the model and of training; what it says of training itself stands.
+    """
+    from .model import count_parameters   # not at the top: it loads torch
+
+    model = config.build(config.ModelConfig, config.to_dict(base.model) | dict(size.get("model", {})))
+    active = [count_parameters(shape)["active"] for shape in (model, base.model)]
+    train = dict(size.get("train", {}))
+    batches = [train.get("batch_size", base.train.batch_size) * model.context, base.train.batch_size * base.model.context]
+    scale = active[0] / active[1] * batches[1] / batches[0]
+    return dict(size) | {"train": {"steps": round(base.train.steps * scale), "warmup_steps": round(base.train.warmup_steps * scale)} | train}
+
+
+def ranking_seeds(p: Mapping) -> dict[str, Pairs]:
+    """14_ranking_seeds: baseline and joint on all seeds; then every other size and number of experts, each on its first seeds."""
+    base = config.tier(p["tier"], train=dict(p["train"]), data=dict(p["data"]), predictor={"horizons": list(p["horizons"])})
+    sizes = [at_equal_tokens(size, base) for size in [*p["sizes"], *p["experts"]]]
+    return variations(sizes, {"lambda_pred": p["lambda_pred"]}, p["seeds"], **_shared(p))
+
+
 def _shared(p: Mapping) -> dict:
     return {"tier": p["tier"], "horizons": p["horizons"], "changes": {"train": p["train"], "data": p["data"]}}
 
@@ -108,6 +135,9 @@ STUDIES: dict[str, tuple[Callable[[Mapping], dict[str, Pairs]], ...]] = {
     "01_mechanism": (mechanism,),
     "02_horizons": (horizons, horizons_varied),
     "03_dose": (dose,),
+    "04_isolation": (pair,),
+    "06_seeds": (pair,),
+    "14_ranking_seeds": (ranking_seeds,),
 }
 
 

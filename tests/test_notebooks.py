@@ -23,7 +23,7 @@ def code(path):
 # --- as documents ----------------------------------------------------------------------------------------------------
 
 def test_the_first_notebooks_are_there():
-    assert {"00_report", "01_mechanism", "02_horizons", "05_cache_simulation", "08_latency_sensitivity"} <= {path.stem for path in NOTEBOOKS}
+    assert {"00_report", "01_mechanism", "02_horizons", "04_isolation", "05_cache_simulation", "06_seeds", "08_latency_sensitivity", "14_ranking_seeds"} <= {path.stem for path in NOTEBOOKS}
 
 
 @notebooks
@@ -81,6 +81,12 @@ def test_the_alternative_is_chosen_on_seeds_that_the_report_does_not_use(profile
     params = execute.inspect(paths.NOTEBOOKS / "02_horizons.ipynb") | {job.name: job for job in execute.plan(profile)}["02_horizons"].params
     assert not set(params["seeds"]) & set(params["selection_seeds"])
     assert len(params["seeds"]) >= 3, "a verdict takes three seeds"
+
+
+@pytest.mark.parametrize("name", ["04_isolation", "06_seeds", "14_ranking_seeds"])
+def test_seeds_of_the_committed_profile_are_enough_for_a_verdict(name):
+    params = execute.inspect(paths.NOTEBOOKS / f"{name}.ipynb") | {job.name: job for job in execute.plan("cpu")}[name].params
+    assert len(params["seeds"]) >= 3 and params["tier"] == "cpu"
 
 
 @pytest.mark.parametrize("name", ["05_cache_simulation", "08_latency_sensitivity"])
@@ -141,19 +147,27 @@ def test_a_simulation_runs_in_a_fresh_clone_and_says_what_was_not_there(simulate
         assert any("public traces are NOT here" in sentence for sentence in results.load("smoke", name)["findings"])
 
 
+# In order: what needs no other models than 01's and 02's costs no training.
+TRAINED = {
+    "01_mechanism": TINY, "02_horizons": TINY, "04_isolation": TINY, "06_seeds": TINY | {"most_seeds": 4},
+    "14_ranking_seeds": TINY | {"sizes": [{"name": "d = 32", "seeds": 1, "model": {"hidden_size": 32, "expert_size": 32}}], "experts": []},
+    "00_report": {},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """01, 02 and 00 executed for real into a folder of their own; 02 finds most of its models in the store."""
+    """The notebooks that train, and 00, executed for real into a folder of their own; all but the first find most of their models in the store."""
     folder = tmp_path_factory.mktemp("outputs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREDMOE_OUTPUTS", str(folder))
-        for name, params in (("01_mechanism", TINY), ("02_horizons", TINY), ("00_report", {})):
+        for name, params in TRAINED.items():
             execute.execute(paths.NOTEBOOKS / f"{name}.ipynb", folder / "smoke" / name / f"{name}.ipynb", params)
         yield folder / "smoke"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["01_mechanism", "02_horizons", "00_report"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_notebook_runs_and_leaves_what_it_promises(executed, name):
     leaves_what_it_promises(executed, name)
 
@@ -176,8 +190,9 @@ def leaves_what_it_promises(executed, name):
 
 @pytest.mark.slow
 def test_the_notebooks_share_their_models(executed):
-    """Two seeds of baseline, joint and alternative, one selection seed of baseline and candidate, one joint model of more weight: nine models."""
-    assert len(list((executed / "runs").glob("*/finished.json"))) == 9
+    """Two seeds of baseline, joint and alternative, one selection seed of baseline and candidate, one joint model of more weight: nine models, all that
+    01, 02, 04 and 06 need; 14 adds a pair of another size."""
+    assert len(list((executed / "runs").glob("*/finished.json"))) == 9 + 2
 
 
 @pytest.mark.slow

@@ -57,6 +57,14 @@ def test_the_alternative_is_chosen_among_several_on_seeds_that_no_result_uses():
     assert not {run.train.seed for _, run in groups["selection"]} & {run.train.seed for _, run in groups["models"]}
 
 
+def test_isolation_and_seeds_need_no_models_but_those_of_the_first_notebooks():
+    first = {run.hash for _, run in studies.pairs_of("01_mechanism", execute.check(paths.NOTEBOOKS / "01_mechanism.ipynb", {}))}
+    for name in ("04_isolation", "06_seeds"):
+        assert {run.hash for _, run in studies.pairs_of(name, execute.check(paths.NOTEBOOKS / f"{name}.ipynb", {}))} == first
+    ranking = {run.hash for _, run in studies.pairs_of("14_ranking_seeds", execute.check(paths.NOTEBOOKS / "14_ranking_seeds.ipynb", {}))}
+    assert first < ranking and len(ranking - first) == 4   # a pair of another width, a pair of another number of experts
+
+
 # --- the plan ----------------------------------------------------------------------------------------------------------
 
 def measured(store, item, *, train=120.0, posthoc=24.0):
@@ -67,7 +75,7 @@ def measured(store, item, *, train=120.0, posthoc=24.0):
 
 
 def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_path):
-    items = plan.plan("smoke", store=tmp_path)
+    items = plan.plan("smoke", ["01", "02", "03"], store=tmp_path)
     assert len({item.run.hash for item in items}) == len(items)
     assert items[0].notebooks == ("01_mechanism", "02_horizons", "03_dose") and ("02_horizons",) in [item.notebooks for item in items]
     assert all(item.state == "missing" and item.seconds is None for item in items)
@@ -75,11 +83,11 @@ def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_p
 
 
 def test_time_left_is_what_like_runs_took(tmp_path):
-    first, second, *_ = plan.plan("smoke", store=tmp_path)
+    first, second, *_ = plan.plan("smoke", ["01", "02", "03"], store=tmp_path)
     measured(tmp_path, first)
     (tmp_path / second.run.hash).mkdir()
     (tmp_path / second.run.hash / "timing.json").write_text(json.dumps({"steps": STEPS // 4}))
-    items = plan.plan("smoke", store=tmp_path)
+    items = plan.plan("smoke", ["01", "02", "03"], store=tmp_path)
     assert [item.state for item in items[:3]] == ["done", "part", "missing"]
     assert [item.seconds for item in items[:3]] == pytest.approx([0.0, 90.0 + 24.0, 144.0])
     text = plan.tell(items, 2)

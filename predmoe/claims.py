@@ -1,0 +1,159 @@
+"""A claim of the reference study, decided from the arms of results.json: what is measured, by which rule, with which verdict.
+
+A claim (assets/claims.yaml, where its fields are explained) has one measure, or several parts with a measure and a rule each; its verdict is
+then that of all parts together (`stats.verdict_all`), and every part keeps its own. Nothing here reads or writes a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from . import stats
+
+UNITS = {"points": (100, "z.1f", " points"), "percent": (100, "z.2f", "%"), "nats": (1, "z.4f", " nats")}   # z: no -0.0
+RULES = {"direction": stats.verdict, "absent": stats.verdict_absent, "at_most": stats.verdict_at_most}
+
+
+class ResultError(ValueError):
+    """A result that is missing, incomplete or of another schema; the message says where."""
+
+
+def evaluate(spec: Mapping, results: Mapping[str, Mapping]) -> dict:
+    """One entry of claims.json from one of claims.yaml and the results by experiment; the first of its notebooks that has run decides."""
+    ran = [name for name in spec["notebook"] if name in results]
+    notebook = ran[0] if ran else spec["notebook"][-1]
+    arms = results[notebook]["arms"] if ran else None
+    parts = [_part(part, arms, notebook) for part in spec.get("parts", [spec])]
+    effects = [effect for part in parts for effect in part["effects"]]
+    decided, measured = stats.Verdict(parts[0]["verdict"], parts[0]["why"]), parts[0]["measured"]
+    if "parts" in spec:
+        decided = stats.verdict_all({part["name"]: stats.Verdict(part["verdict"], part["why"]) for part in parts})
+        measured = "; ".join(f"{part['name']}: {part['measured']}" for part in parts) if effects else measured
+    return {
+        "id": spec["id"], "statement": spec["statement"], "headline": spec["headline"], "reference": spec["reference"],
+        "measured": measured, "effect": effects[0] if effects else None, "effects": effects,
+        "n": min((effect["n"] for effect in effects), default=0), "verdict": decided.word, "why": decided.why, "notebook": notebook,
+    } | ({"parts": parts} if "parts" in spec else {})  # fmt: skip
+
+
+def _part(spec: Mapping, arms: list[Mapping] | None, notebook: str) -> dict:
+    """A part, or a claim that is its own only part, as claims.json holds it."""
+    effects, missing = [], f"{notebook} has not been run in this profile"
+    if "measure" not in spec:
+        missing = "no experiment measures this yet"
+    elif arms is not None:
+        try:
+            effects = _effects(spec["measure"], arms, spec["unit"])
+        except ResultError as error:
+            missing = f"{notebook}: {error}"
+    decided = RULES[spec["rule"]](effects, spec["expected"]) if effects else stats.Verdict(stats.NOT_TESTED, missing)
+    plain = [effect.as_dict() for effect in effects]
+    measured = _measured(plain, spec) if plain else "not measured"
+    return {"name": spec.get("name", ""), "measured": measured, "effects": plain, "verdict": decided.word, "why": decided.why}
+
+
+def _effects(measure: Mapping, arms: list[Mapping], unit: str) -> list[stats.Effect]:
+    arm, metric = measure.get("arm"), measure["metric"]
+    minus, minus_metric = measure.get("minus", arm), measure.get("minus_metric", metric)
+    subtract = "minus" in measure or "minus_metric" in measure
+    shared = dict(relative=measure.get("relative", False), unit=unit)
+
+    def one(suffix: str, values) -> stats.Effect:
+        left, right = f"{arm} {metric}", f"{minus} {minus_metric}"
+        if subtract:
+            return stats.paired(*_pair(values(arm, metric), values(minus, minus_metric), minus), **shared, name=f"{left} - {right}{suffix}")
+        return stats.over_seeds(values(arm, metric), name=left + suffix, unit=unit)
+
+    if "pairs" in measure:
+        return [stats.paired(*_pair(values_by_seed(arms, a, metric), values_by_seed(arms, b, metric), b), **shared, name=f"{a} - {b}, {metric}")
+                for a, b in measure["pairs"]]  # fmt: skip
+    if "minus_at" in measure:
+        return [_at_equal(measure, arms, path, f", h={h}", **shared) for h in measure["horizons"] for path in [f"{metric}.{h}"]]
+    if "contrast" in measure:
+        far, near = measure["contrast"]
+
+        def contrast(arm, metric):
+            high, low = values_by_seed(arms, arm, f"{metric}.{far}"), values_by_seed(arms, arm, f"{metric}.{near}")
+            return {seed: high[seed] - low[seed] for seed in high}
+
+        label = "h=" if isinstance(far, int) else ""
+        return [one(f", {label}{far} minus {label}{near}", contrast)]
+    if "horizons" in measure:
+        return [one(f", h={h}", lambda arm, metric, h=h: values_by_seed(arms, arm, f"{metric}.{h}")) for h in measure["horizons"]]
+    return [one("", lambda arm, metric: values_by_seed(arms, arm, metric))]
+
+
+def _pair(mine: dict[int, float], theirs: dict[int, float], control: str) -> tuple[dict[int, float], dict[int, float]]:
+    """Both sides of a difference over the treatment's seeds: the control may have more, never fewer."""
+    if alone := sorted(set(mine) - set(theirs)):
+        raise ResultError(f"arm {control!r} lacks seed {', '.join(map(str, alone))}, which it is compared on")
+    return mine, {seed: theirs[seed] for seed in mine}
+
+
+def _at_equal(measure: Mapping, arms: list[Mapping], path: str, suffix: str, **shared) -> stats.Effect:
+    along, match = measure["minus_at"]["arms"], measure["minus_at"]["match"]
+    control = matched(arms, measure["arm"], path, along=along, match=match)
+    mine = values_by_seed(arms, measure["arm"], path)
+    name = f"{measure['arm']} {measure['metric']} - the same at equal {match} along {', '.join(along)}{suffix}"
+    return stats.paired({seed: mine[seed] for seed in control}, control, **shared, name=name)
+
+
+def matched(arms: Iterable[Mapping], treatment: str, metric: str, *, along: Iterable[str], match: str) -> dict[int, float]:
+    """seed -> `metric` that the arms `along` have where their `match` equals the treatment's, on straight lines between them.
+
+    For the seeds that the treatment and all of `along` have. Outside the range of `along` the nearest arm's value is taken: a treatment
+    whose routers are no sharper than the baseline's is compared with the baseline itself. Raises ResultError where no seed is common.
+    """
+    arms = list(arms)
+    own = values_by_seed(arms, treatment, match)
+    ladder = [(values_by_seed(arms, arm, match), values_by_seed(arms, arm, metric)) for arm in along]
+    seeds = sorted(set(own).intersection(*(at for at, _ in ladder)))
+    if not seeds:
+        raise ResultError(f"no seed has all of {treatment}, {', '.join(along)}")
+    found = {}
+    for seed in seeds:
+        points = sorted((at[seed], value[seed]) for at, value in ladder)
+        found[seed] = float(np.interp(own[seed], *zip(*points)))
+    return found
+
+
+def values_by_seed(arms: Iterable[Mapping], arm: str, metric: str) -> dict[int, float]:
+    """seed -> value of a dotted path such as "hit.ranking.4". Raises ResultError where the arm or the metric is missing."""
+    rows = [row for row in arms if row["arm"] == arm]
+    if not rows:
+        raise ResultError(f"there is no arm {arm!r}")
+    values = {row["seed"]: _look_up(row, metric) for row in rows}
+    if len(values) != len(rows):
+        raise ResultError(f"arm {arm!r} has a seed twice")
+    return values
+
+
+def _look_up(row: Mapping, metric: str) -> float:
+    value = row
+    for key in metric.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise ResultError(f"arm {row['arm']!r}, seed {row['seed']} has no {metric}")
+        value = value[key]
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ResultError(f"arm {row['arm']!r}, seed {row['seed']}: {metric} is {value!r}, not a finite number")
+    return value
+
+
+def effect_text(effect: Mapping, unit: str) -> str:
+    """An effect with its interval in words, e.g. "+2.4 points [+1.0, +3.8]"; one seed says that it has no interval."""
+    scale, digits, name = UNITS[unit]
+    mean = f"{scale * effect['mean']:+{digits}}{name}"
+    if effect["ci95"] is None:
+        return f"{mean} (single seed)"
+    low, high = (f"{scale * end:+{digits}}" for end in effect["ci95"])
+    return f"{mean} [{low}, {high}]"
+
+
+def _measured(effects: list[Mapping], spec: Mapping) -> str:
+    horizons = spec["measure"].get("horizons")
+    text = " / ".join(effect_text(effect, spec["unit"]) for effect in effects)
+    n = effects[0]["n"]
+    return text + (f" at h = {' / '.join(map(str, horizons))}" if horizons else "") + f" ({n} seed{'s' if n > 1 else ''})"

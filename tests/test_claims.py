@@ -1,0 +1,226 @@
+"""Claims decided by numbers that can be checked by hand: one measure, several parts, and a control at equal entropy."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+import yaml
+from fake_measurements import measurement, study
+
+from predmoe import claims, results, stats
+
+CLAIMS = {spec["id"]: spec for spec in yaml.safe_load((results.ASSETS / "claims.yaml").read_text())}
+DECIDING = {"measure", "rule", "expected", "unit"}
+
+
+def made(values, metric="hit", predictor="ranking"):
+    """Three seeds of baseline and joint whose hit@k differ by exactly `values` (one per horizon) plus a little per seed."""
+    arms = study(arms={"baseline": 0.0, "joint": 1.0})
+    for base, joint in zip(arms[::2], arms[1::2]):
+        for h, value in zip(("1", "2", "4"), values):
+            joint[metric][predictor][h] = base[metric][predictor][h] + value + 0.001 * (base["seed"] - 1)
+    return {"02_horizons": {"arms": arms}}
+
+
+@pytest.mark.parametrize(
+    "values, word",
+    [
+        ((0.029, 0.043, 0.052), "replicated"), ((0.005, 0.043, 0.052), "partly"), ((0.0, 0.043, 0.052), "partly"),
+        ((0.0, 0.001, -0.001), "not replicated"), ((-0.03, -0.04, -0.05), "not replicated"),
+    ],
+)  # fmt: skip
+def test_the_headline_claim_by_hand(values, word):
+    claim = claims.evaluate(CLAIMS["ranking-gain"], made(values))
+    assert claim["verdict"] == word
+    assert [e["mean"] for e in claim["effects"]] == pytest.approx(values)
+    # three differences d - 0.001, d, d + 0.001: half-width 4.3027 * 0.001 / sqrt(3) = 0.00248
+    assert claim["effect"]["ci95"] == pytest.approx([values[0] - 0.002484, values[0] + 0.002484], abs=1e-6)
+
+
+def test_the_measured_text_has_every_horizon_with_its_interval():
+    text = claims.evaluate(CLAIMS["ranking-gain"], made((0.029, 0.043, 0.052)))["measured"]
+    assert text == "+2.9 points [+2.7, +3.1] / +4.3 points [+4.1, +4.5] / +5.2 points [+5.0, +5.4] at h = 1 / 2 / 4 (3 seeds)"
+
+
+def test_growth_with_the_horizon_by_hand():
+    claim = claims.evaluate(CLAIMS["gain-grows-with-horizon"], made((0.029, 0.043, 0.052)))
+    assert claim["effect"]["mean"] == pytest.approx(0.023) and claim["verdict"] == "replicated"
+
+
+def test_isolation_compares_two_heads_of_the_same_arm():
+    arms = study(arms={"baseline": 0.0, "joint": 1.0})
+    for row in arms[1::2]:
+        row["hit"]["cotrained"] = {h: value + 0.002 + 0.0001 * row["seed"] for h, value in row["hit"]["linear"].items()}
+    claim = claims.evaluate(CLAIMS["predictable-backbone"], {"02_horizons": {"arms": arms}})
+    assert claim["effect"]["mean"] == pytest.approx(0.0021) and claim["verdict"] == "replicated"
+    assert claim["effect"]["name"] == "joint hit.cotrained - joint hit.linear, h=1"
+
+
+def test_quality_cost_is_relative():
+    arms = study(arms={"baseline": 0.0, "joint": 1.0})
+    for base, joint in zip(arms[::2], arms[1::2]):
+        joint["val_loss"] = base["val_loss"] * (1.004 + 0.0001 * base["seed"])
+    claim = claims.evaluate(CLAIMS["quality-cost"], {"02_horizons": {"arms": arms}})
+    assert claim["effect"]["mean"] == pytest.approx(0.0041) and claim["verdict"] == "replicated" and claim["measured"].startswith("+0.41%")
+
+
+def test_the_best_experiment_decides():
+    found = made((0.029, 0.043, 0.052)) | {"14_ranking_seeds": made((0.0, 0.0, 0.0))["02_horizons"]}
+    claim = claims.evaluate(CLAIMS["ranking-gain"], found)
+    assert claim["notebook"] == "14_ranking_seeds" and claim["verdict"] == "not replicated"
+
+
+def test_a_missing_arm_or_metric_is_named():
+    found = made((0.029, 0.043, 0.052))
+    without = {"02_horizons": {"arms": [row for row in found["02_horizons"]["arms"] if row["arm"] == "baseline"]}}
+    assert "no arm 'joint'" in claims.evaluate(CLAIMS["ranking-gain"], without)["why"]
+    del found["02_horizons"]["arms"][0]["hit"]["ranking"]["4"]
+    assert "has no hit.ranking.4" in claims.evaluate(CLAIMS["ranking-gain"], found)["why"]
+
+
+def test_values_by_seed_refuses_a_seed_twice():
+    with pytest.raises(claims.ResultError, match="seed twice"):
+        claims.values_by_seed([measurement("joint", 0), measurement("joint", 0)], "joint", "val_loss")
+
+
+@pytest.mark.parametrize("spec", CLAIMS.values(), ids=CLAIMS)
+def test_claims_are_well_formed(spec):
+    assert set(spec) <= {"id", "headline", "statement", "reference", "notebook", "parts", *DECIDING}
+    assert spec["statement"].endswith(".") and spec["notebook"] and all(re.fullmatch(r"\d\d_\w+", name) for name in spec["notebook"])
+    assert not ("parts" in spec and DECIDING & set(spec))
+    for part in spec.get("parts", [spec]):
+        assert part is spec or set(part) == {"name", *DECIDING}
+        assert DECIDING <= set(part) or not DECIDING & set(part)
+        assert set(part.get("measure", {})) <= {"arm", "metric", "minus", "minus_metric", "relative", "horizons", "contrast", "pairs", "minus_at"}
+        if part.get("rule") == "direction":
+            assert len(part["expected"]) == len(part["measure"].get("horizons") or part["measure"].get("pairs") or [1])
+    names = [part["name"] for part in spec.get("parts", [])]
+    assert len(names) == len(set(names)) != 1
+
+
+def test_a_claim_of_several_pairs_has_an_effect_for_each():
+    arms = [{"arm": arm, "seed": seed, "ttft_ms": value + seed} for arm, value in (("demand", 2400.0), ("base", 2150.0), ("joint", 2125.0)) for seed in range(3)]
+    spec = CLAIMS["ttft"] | {"measure": {"pairs": [["base", "demand"], ["joint", "base"]], "metric": "ttft_ms", "relative": True}}
+    claim = claims.evaluate(spec, {"08_latency_sensitivity": {"arms": arms}})
+    assert [round(effect["mean"], 3) for effect in claim["effects"]] == [-0.104, -0.012] and claim["verdict"] == "replicated"
+    assert claim["effects"][1]["name"] == "joint - base, ttft_ms"
+
+
+def test_a_contrast_between_named_keys_says_their_names():
+    arms = [{"arm": "joint-linear", "seed": seed, "gain_over_baseline": {"fits": 0.03 + 0.001 * seed, "beyond": 0.0}} for seed in range(3)]
+    claim = claims.evaluate(CLAIMS["window-boundary"], {"08_latency_sensitivity": {"arms": arms}})
+    assert claim["verdict"] == "replicated" and claim["effect"]["name"].endswith("fits minus beyond")
+
+
+# --- several parts -----------------------------------------------------------------------------------------------------
+
+def doses(levels, losses):
+    """Results of 03_dose, three seeds: hit@k of the linear predictor (the same at every horizon) and validation loss by arm."""
+    def off(arm, seed):   # differences that are not all the same, or an interval has no width
+        return (seed - 1) * (arm != "baseline")
+
+    arms = [
+        {"arm": arm, "seed": seed, "val_loss": losses[arm] + 0.002 * off(arm, seed),
+         "hit": {"linear": {h: level + 0.01 * seed + 0.001 * off(arm, seed) * (1 + len(arm) % 2) for h in ("1", "2", "4")}}}
+        for arm, level in levels.items() for seed in range(3)
+    ]  # fmt: skip
+    return {"03_dose": {"arms": arms}}
+
+
+LEVELS = {"baseline": 0.80, "input 0.03": 0.83, "input 0.1": 0.85, "input 0.3": 0.883, "input 1": 0.91}
+LOSSES = {"baseline": 5.0, "input 0.03": 5.0, "input 0.1": 5.0, "input 0.3": 5.01, "input 1": 5.3}
+
+
+def test_every_part_has_its_own_verdict_and_reason():
+    claim = claims.evaluate(CLAIMS["dose-response"], doses(LEVELS, LOSSES))
+    found = {part["name"]: part for part in claim["parts"]}
+    assert [part["verdict"] for part in claim["parts"][:2]] == ["replicated", "replicated"]
+    assert found["the loss at 1 is higher"]["verdict"] == "replicated" and found["the loss at 1 is higher"]["effects"][0]["mean"] == pytest.approx(0.3)
+    assert "within" not in found["0.1 against 0.03"]["measured"] and found["0.1 against 0.03"]["measured"].startswith("+2.0 points")
+    assert all(part["why"] in claim["why"] and part["measured"] in claim["measured"] for part in claim["parts"])
+    assert claim["effects"] == [effect for part in claim["parts"] for effect in part["effects"]] and claim["effect"] == claim["effects"][0]
+    jsonschema.validate([claim], json.loads((results.ASSETS / "claims.schema.json").read_text()))
+
+
+@pytest.mark.parametrize("changed, word, replicated", [
+    ({}, "replicated", 6), ({"input 1": 0.88}, "partly", 5), ({"input 0.1": 0.80}, "partly", 4),
+])  # fmt: skip
+def test_a_claim_of_several_parts_is_as_good_as_all_of_them(changed, word, replicated):
+    losses = LOSSES | {"input 0.3": 4.99}
+    steady = {"input 0.3": 0.85 + 0.035, "input 1": 0.85 + 0.035 + 0.03}
+    claim = claims.evaluate(CLAIMS["dose-response"], doses(LEVELS | steady | changed, losses))
+    assert claim["verdict"] == word, claim["why"]
+    assert claim["why"].startswith(f"{replicated} of 6 parts replicated. ")
+
+
+def test_no_part_replicated_is_not_replicated():
+    flat = dict.fromkeys(LEVELS, 0.8)
+    claim = claims.evaluate(CLAIMS["dose-response"], doses(flat, dict.fromkeys(LOSSES, 5.0) | {"input 0.3": 5.3}))
+    assert claim["verdict"] == "not replicated" and {part["verdict"] for part in claim["parts"]} == {"not replicated"}
+
+
+def test_a_part_without_its_arm_leaves_the_claim_untested_and_keeps_what_the_others_say():
+    found = doses(LEVELS, LOSSES)
+    found["03_dose"]["arms"] = [row for row in found["03_dose"]["arms"] if row["arm"] != "input 1"]
+    claim = claims.evaluate(CLAIMS["dose-response"], found)
+    assert claim["verdict"] == "not tested" and "there is no arm 'input 1'" in claim["why"]
+    assert [part["verdict"] for part in claim["parts"]][:2] == ["replicated", "replicated"] and claim["parts"][3]["measured"] == "not measured"
+
+
+def test_what_has_not_run_is_said_once():
+    claim = claims.evaluate(CLAIMS["dose-response"], {})
+    assert claim["why"] == "03_dose has not been run in this profile" and claim["measured"] == "not measured" and claim["n"] == 0
+
+
+@pytest.mark.parametrize("words, whole", [
+    (["replicated", "replicated"], "replicated"), (["not replicated", "not replicated"], "not replicated"), (["partly", "partly"], "partly"),
+    (["replicated", "not replicated"], "partly"), (["not replicated", "partly"], "partly"), (["replicated", "not tested"], "not tested"),
+    (["not tested", "not replicated"], "not tested"),
+])  # fmt: skip
+def test_the_verdict_of_all_parts(words, whole):
+    decided = stats.verdict_all({f"part {i}": stats.Verdict(word, f"reason {i}") for i, word in enumerate(words)})
+    assert decided.word == whole and all(f"part {i}: {word} (reason {i})" in decided.why for i, word in enumerate(words))
+
+
+def test_no_parts_are_refused():
+    with pytest.raises(ValueError, match="at least one part"):
+        stats.verdict_all({})
+
+
+# --- a control at equal entropy, and controls of other seeds -----------------------------------------------------------
+
+def ladder(joint_entropy, seeds=(0, 1, 2), ladder_seeds=(0, 1, 2)):
+    """Baseline and penalties on a straight line: a nat less of entropy is 0.1 more hit@k."""
+    rows = []
+    for seed in seeds:
+        rows.append({"arm": "joint", "seed": seed, "router_entropy": joint_entropy, "hit": {"ranking": {"1": 0.93 + 0.001 * seed}}})
+        rows += [{"arm": arm, "seed": seed, "router_entropy": entropy, "hit": {"ranking": {"1": 0.9 + 0.1 * (2.4 - entropy)}}}
+                 for arm, entropy in (("baseline", 2.4), ("entropy 0.005", 1.6), ("entropy 0.01", 1.2), ("entropy 0.05", 0.3))
+                 if seed in ladder_seeds]  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize("entropy, control", [(2.4, 0.9), (2.2, 0.92), (1.4, 1.0), (2.6, 0.9), (0.1, 1.11)])
+def test_the_control_at_equal_entropy_by_hand(entropy, control):
+    """On the line between its neighbours; beyond the ends, the nearest arm."""
+    found = claims.matched(ladder(entropy), "joint", "hit.ranking.1", along=["baseline", "entropy 0.005", "entropy 0.01", "entropy 0.05"], match="router_entropy")
+    assert found == pytest.approx(dict.fromkeys(range(3), control))
+
+
+def test_more_than_sharpening_is_measured_at_the_joint_models_own_entropy():
+    claim = claims.evaluate(CLAIMS["more-than-sharpening"], {"09_longer_training": {"arms": ladder(2.2)}})
+    assert claim["effect"]["mean"] == pytest.approx(0.931 - 0.92) and claim["verdict"] == "replicated" and claim["n"] == 3
+    few = claims.evaluate(CLAIMS["more-than-sharpening"], {"09_longer_training": {"arms": ladder(2.2, ladder_seeds=(0,))}})
+    assert few["verdict"] == "not tested" and few["n"] == 1 and "single seed" in few["why"]
+    none = claims.evaluate(CLAIMS["more-than-sharpening"], {"09_longer_training": {"arms": ladder(2.2, seeds=(1,), ladder_seeds=()) + ladder(2.2, seeds=(0,))[1:]}})
+    assert "no seed has all of joint, baseline" in none["why"]
+
+
+def test_the_control_may_have_more_seeds_and_never_fewer():
+    rows = [{"arm": arm, "seed": seed, "val_loss": 5.0 + 0.01 * seed * (arm != "baseline 4x")} for arm in ("baseline 4x", "joint 4x") for seed in range(4)]
+    spec = CLAIMS["cost-becomes-gain"]
+    more = claims.evaluate(spec, {"09_longer_training": {"arms": [row for row in rows if row["arm"] != "joint 4x" or row["seed"] < 3]}})
+    assert more["n"] == 3 and more["effect"]["mean"] == pytest.approx(0.01)
+    fewer = claims.evaluate(spec, {"09_longer_training": {"arms": [row for row in rows if row["arm"] != "baseline 4x" or row["seed"] < 3]}})
+    assert fewer["verdict"] == "not tested" and "arm 'baseline 4x' lacks seed 3" in fewer["why"]
