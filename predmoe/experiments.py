@@ -21,12 +21,16 @@ PRIMARY = "ranking"   # the confirmatory comparison: joint against baseline unde
 # --- measuring ---------------------------------------------------------------------------------------------------------
 
 def measure_arms(
-    pairs: Sequence[tuple[str, config.RunConfig]], posthoc: config.PosthocConfig, *, profile: str, parallel: int
-) -> list[dict]:
-    """One measurement per pair, with its arm's name; what the store lacks is trained and measured first."""
+    pairs: Sequence[tuple[str, config.RunConfig]], posthoc: config.PosthocConfig, *, profile: str, parallel: int,
+    locality: config.LocalityConfig | None = None,
+) -> list[dict]:  # fmt: skip
+    """One measurement per pair, with its arm's name; what the store lacks is trained and measured first.
+
+    With `locality` each has the second measurement under that name.
+    """
     from . import runs   # not at the top: it loads torch, which the report, made of files alone, does not need
 
-    measured = runs.get_or_measure([run for _, run in pairs], posthoc, profile=profile, parallel=parallel)
+    measured = runs.get_or_measure([run for _, run in pairs], posthoc, profile=profile, locality=locality, parallel=parallel)
     for (arm, run), measurement in zip(pairs, measured):
         missing = [h for h in run.predictor.horizons if str(h) not in measurement["hit"][PRIMARY]]
         if missing:
