@@ -15,6 +15,7 @@ from IPython.display import HTML
 from . import config, results, stats
 from .plots import PREDICTORS
 
+LOCALITY_MADE_WITH = ("curves", "seconds", "provenance", "measured_by", "locality_config", "data_hash")   # of a second measurement: left to the run store
 PRIMARY = "ranking"   # the confirmatory comparison: joint against baseline under the strongest post-hoc predictor
 
 
@@ -35,6 +36,8 @@ def measure_arms(
         missing = [h for h in run.predictor.horizons if str(h) not in measurement["hit"][PRIMARY]]
         if missing:
             raise results.ResultError(f"{arm}, seed {run.train.seed}: the stored measurement has no horizon {', '.join(map(str, missing))}")
+    if locality is not None:
+        measured = [m | {"locality": {key: value for key, value in m["locality"].items() if key not in LOCALITY_MADE_WITH}} for m in measured]
     return [{"arm": arm, **measurement} for (arm, _), measurement in zip(pairs, measured)]
 
 

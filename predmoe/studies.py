@@ -114,12 +114,12 @@ def longer(p: Mapping) -> dict[str, Pairs]:
     pair = {"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"]}}
     if len(p["penalties"]) != len(p["penalty_seeds"]):
         raise config.ConfigError(f"penalty_seeds={p['penalty_seeds']} must have one number for each of penalties={p['penalties']}")
-    steps = p["times"] * dict(p["train"]).get("steps", config.TIERS[p["tier"]].train.steps)
+    steps = round(p["times"] * dict(p["train"]).get("steps", config.TIERS[p["tier"]].train.steps))
     long = _shared(p) | {"changes": {"train": dict(p["train"]) | {"steps": steps}, "data": p["data"]}}
     groups = {"models": run_configs(pair, p["seeds"], **_shared(p)), "entropy": []}
     for weight, count in zip(p["penalties"], p["penalty_seeds"]):
         groups["entropy"] += run_configs({f"entropy {weight:g}": {"lambda_ent": weight}}, p["seeds"][:count], **_shared(p))
-    groups["longer"] = run_configs({f"{arm} {p['times']}x": objective for arm, objective in pair.items()}, p["seeds"][: p["long_seeds"]], **long)
+    groups["longer"] = run_configs({f"{arm} {p['times']:g}x": objective for arm, objective in pair.items()}, p["seeds"][: p["long_seeds"]], **long)
     return groups
 
 

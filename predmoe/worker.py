@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from predmoe import measure_locality, provenance
+from predmoe import provenance
 from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PosthocConfig, RunConfig, build
 from predmoe.data import prepare
 from predmoe.locking import FolderLock
@@ -64,6 +64,8 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
 
 def measure_locality_of(folder: Path, config: RunConfig, how: LocalityConfig, target: Path, *, progress=print) -> None:
     """Write the locality of a finished run to `target`."""
+    from predmoe import measure_locality   # not at the top: it loads numba, which training does not need
+
     check_device(config.train.device)
     torch.set_num_threads(config.train.threads)
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
