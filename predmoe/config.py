@@ -90,15 +90,26 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorConfig:
-    """Heads per (layer, horizon): "linear" (d -> E) or "ranking" (d -> d -> E, GELU, margin loss; arXiv 2511.10676)."""
+    """Heads per (layer, horizon): "linear" (d -> E) or "ranking" (d -> d -> E, GELU, margin loss; arXiv 2511.10676).
+
+    `next_token`: besides, a head per layer that says from a token's MoE input what the *next* token of its sequence
+    chooses in the same layer; with it the horizons may be left out.
+    """
 
     kind: str = "linear"
     horizons: tuple[int, ...] = (1, 2, 4)
+    next_token: bool = later(False)
 
     def __post_init__(self):
         _choice("predictor kind", self.kind, PREDICTORS)
-        if not self.horizons or any(h < 1 for h in self.horizons) or len(set(self.horizons)) != len(self.horizons):
+        nothing = not self.horizons and not self.next_token
+        if nothing or any(h < 1 for h in self.horizons) or len(set(self.horizons)) != len(self.horizons):
             raise ConfigError(f"horizons={self.horizons} must be distinct positive layer counts")
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """The horizons, then 0 for the heads of the same layer where there are some."""
+        return self.horizons + (0,) * self.next_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +119,8 @@ class ObjectiveConfig:
     `ramp_start`, `ramp_end`: fractions of training between which lambda_pred rises linearly from 0 to its value; equal
     values at 0 mean no ramp. `gradient`: "input" reaches the backbone through the predictor's input alone; "both" also
     through the target router (straight-through where the target is hard).
+
+    `lambda_lookup`: weight of the penalty on what a lookup by token id knows of the routing (`objectives.familiarity`).
     """
 
     balance: float = 0.01
@@ -118,9 +131,10 @@ class ObjectiveConfig:
     ramp_end: float = 0.0
     lambda_sticky: float = 0.0
     lambda_ent: float = 0.0
+    lambda_lookup: float = later(0.0)
 
     def __post_init__(self):
-        for name in ("balance", "lambda_pred", "lambda_sticky", "lambda_ent"):
+        for name in ("balance", "lambda_pred", "lambda_sticky", "lambda_ent", "lambda_lookup"):
             _at_least(name, getattr(self, name), 0.0)
         _choice("target", self.target, TARGETS)
         _choice("gradient", self.gradient, GRADIENTS)
@@ -213,6 +227,24 @@ class PosthocConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LocalityConfig:
+    """The second measurement of a finished run: how local its routing is in time, and two predictors of the same layer.
+
+    `segment`: tokens of a segment of SRP and SCH. `shares`: cache sizes, as fractions of a layer's experts. `fit`: how the
+    pre-attention and the next-token predictor are fitted, by the rule of the post-hoc predictors.
+    """
+
+    segment: int = 16
+    shares: tuple[float, ...] = (0.125, 0.25, 0.5)
+    fit: PosthocConfig = PosthocConfig()
+
+    def __post_init__(self):
+        _at_least("segment", self.segment, 1)
+        if not self.shares or any(not 0 < share <= 1 for share in self.shares) or len(set(self.shares)) != len(self.shares):
+            raise ConfigError(f"shares={self.shares} must be distinct fractions of a layer's experts, above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One trained model: the address of a run in the store.
 
@@ -230,7 +262,9 @@ class RunConfig:
         for name in ("heldout_tokens", "dev_tokens"):
             if getattr(self.data, name) < self.model.context:  # else it would be said at the end of training
                 raise ConfigError(f"{name}={getattr(self.data, name)} must be at least one context of {self.model.context} tokens")
-        deepest = max(self.predictor.horizons)
+        deepest = max(self.predictor.horizons, default=0)
+        if not deepest:
+            raise ConfigError("horizons=() leaves nothing to measure: a run needs at least one horizon")
         if deepest >= self.model.num_layers:
             raise ConfigError(f"horizons={self.predictor.horizons}: horizon {deepest} must be below num_layers={self.model.num_layers}")
 

@@ -15,22 +15,29 @@ from IPython.display import HTML
 from . import config, results, stats
 from .plots import PREDICTORS
 
+LOCALITY_MADE_WITH = ("curves", "seconds", "provenance", "measured_by", "locality_config", "data_hash")   # of a second measurement: left to the run store
 PRIMARY = "ranking"   # the confirmatory comparison: joint against baseline under the strongest post-hoc predictor
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------------
 
 def measure_arms(
-    pairs: Sequence[tuple[str, config.RunConfig]], posthoc: config.PosthocConfig, *, profile: str, parallel: int
-) -> list[dict]:
-    """One measurement per pair, with its arm's name; what the store lacks is trained and measured first."""
+    pairs: Sequence[tuple[str, config.RunConfig]], posthoc: config.PosthocConfig, *, profile: str, parallel: int,
+    locality: config.LocalityConfig | None = None,
+) -> list[dict]:  # fmt: skip
+    """One measurement per pair, with its arm's name; what the store lacks is trained and measured first.
+
+    With `locality` each has the second measurement under that name.
+    """
     from . import runs   # not at the top: it loads torch, which the report, made of files alone, does not need
 
-    measured = runs.get_or_measure([run for _, run in pairs], posthoc, profile=profile, parallel=parallel)
+    measured = runs.get_or_measure([run for _, run in pairs], posthoc, profile=profile, locality=locality, parallel=parallel)
     for (arm, run), measurement in zip(pairs, measured):
         missing = [h for h in run.predictor.horizons if str(h) not in measurement["hit"][PRIMARY]]
         if missing:
             raise results.ResultError(f"{arm}, seed {run.train.seed}: the stored measurement has no horizon {', '.join(map(str, missing))}")
+    if locality is not None:
+        measured = [m | {"locality": {key: value for key, value in m["locality"].items() if key not in LOCALITY_MADE_WITH}} for m in measured]
     return [{"arm": arm, **measurement} for (arm, _), measurement in zip(pairs, measured)]
 
 

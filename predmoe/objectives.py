@@ -10,6 +10,7 @@ from torch import Tensor
 from predmoe.config import ObjectiveConfig
 from predmoe.model import Routing
 from predmoe.predictor import Predictor, membership
+from predmoe.token_table import TokenTable
 
 
 def balance(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
@@ -67,23 +68,51 @@ def margin(predicted_SNE: Tensor, experts_SNK: Tensor) -> Tensor:
     return F.relu(1.0 - weakest + strongest).mean()
 
 
+def familiarity(logits_LNE: Tensor, experts_LNK: Tensor, advantage_LNE: Tensor) -> Tensor:
+    """What a lookup by token id knows of the realized routing, in nats: the mean over layers, tokens and chosen experts of
+    log q(e | token id) / q(e) (`TokenTable.advantage`), an estimate of the mutual information of token id and expert.
+
+    The estimate q is a constant of earlier batches. The gradient is straight-through, as in `prediction`: value of the hard
+    choice, slope of the router's probability, which moves away from the experts that the lookup would name.
+    """
+    probs_LNE = logits_LNE.float().softmax(-1)
+    chosen_LNE = membership(experts_LNK, logits_LNE.shape[-1]) / experts_LNK.shape[-1] + probs_LNE - probs_LNE.detach()
+    return (chosen_LNE * advantage_LNE).sum(-1).mean()
+
+
 def stack(routing: list[Routing], name: str) -> Tensor:
     """One field of all layers' records as (L, N, ...)."""
     return torch.stack([getattr(record, name) for record in routing])
 
 
-def prediction_of(predictor: Predictor, routing: list[Routing], objective: ObjectiveConfig) -> Tensor:
-    """L_pred: mean over all (layer, horizon) pairs, by the predictor's own loss where it is the ranking kind."""
+def prediction_of(predictor: Predictor, routing: list[Routing], objective: ObjectiveConfig, *, batch: int | None = None) -> Tensor:
+    """L_pred: mean over all (layer, horizon) pairs, by the predictor's own loss where it is the ranking kind.
+
+    With heads for the next token, each layer is one pair more: the MoE input of token t against the choice of token t + 1 in
+    the same layer, over the tokens that have a next one; `batch` then says how many sequences are laid one after the other.
+    """
     hidden, logits, experts = (stack(routing, n) for n in ("hidden_ND", "logits_NE", "experts_NK"))
     total, pairs = hidden.new_zeros(()), 0
-    for h in predictor.config.horizons:
-        guess = predictor(hidden, h)
-        if predictor.config.kind == "ranking":
-            term = margin(guess, experts[h:])
+    for h in predictor.config.depths:
+        if h:
+            guess, true_logits, true = predictor(hidden, h), logits[h:], experts[h:]
         else:
-            term = prediction(guess, logits[h:], experts[h:], target=objective.target, gradient=objective.gradient)
+            guess, true_logits, true = predictor(_all_but(hidden, batch, last=True), 0), _all_but(logits, batch, last=False), _all_but(experts, batch, last=False)
+        if predictor.config.kind == "ranking":
+            term = margin(guess, true)
+        else:
+            term = prediction(guess, true_logits, true, target=objective.target, gradient=objective.gradient)
         total, pairs = total + term * guess.shape[0], pairs + guess.shape[0]
     return total / pairs
+
+
+def _all_but(field_LNX: Tensor, batch: int | None, *, last: bool) -> Tensor:
+    """(L, B * (T - 1), X): without each sequence's last token, or without its first."""
+    L, _, X = field_LNX.shape
+    if batch is None:
+        raise ValueError("heads for the next token need batch, the number of sequences: no sequence's first token follows another's last")
+    field_LBTX = field_LNX.view(L, batch, -1, X)
+    return (field_LBTX[:, :, :-1] if last else field_LBTX[:, :, 1:]).reshape(L, -1, X)
 
 
 def ramp(objective: ObjectiveConfig, progress: float) -> float:
@@ -96,14 +125,19 @@ def ramp(objective: ObjectiveConfig, progress: float) -> float:
 
 
 def terms(lm_loss: Tensor, routing: list[Routing], predictor: Predictor | None, objective: ObjectiveConfig, *, batch: int,
-          progress: float) -> dict[str, Tensor]:
-    """Each active term, weighted: their sum is the training loss, their values its shares in nats."""
+          progress: float, table: TokenTable | None = None, tokens_N: Tensor | None = None) -> dict[str, Tensor]:
+    """Each active term, weighted: their sum is the training loss, their values its shares in nats.
+
+    `table` and `tokens_N`, the batch's token ids, are needed where lambda_lookup is set; the table is read, not changed.
+    """
     mean = lambda values: torch.stack(values).mean()  # noqa: E731
     out = {"lm": lm_loss, "balance": objective.balance * mean([balance(r.logits_NE, r.experts_NK) for r in routing])}
     if predictor is not None:
-        out["pred"] = objective.lambda_pred * ramp(objective, progress) * prediction_of(predictor, routing, objective)
+        out["pred"] = objective.lambda_pred * ramp(objective, progress) * prediction_of(predictor, routing, objective, batch=batch)
     if objective.lambda_sticky:
         out["sticky"] = objective.lambda_sticky * mean([sticky(r.logits_NE, batch) for r in routing])
     if objective.lambda_ent:
         out["ent"] = objective.lambda_ent * mean([entropy(r.logits_NE) for r in routing])
+    if objective.lambda_lookup:
+        out["lookup"] = objective.lambda_lookup * familiarity(stack(routing, "logits_NE"), stack(routing, "experts_NK"), table.advantage(tokens_N))
     return out

@@ -21,6 +21,7 @@ class Item:
 
     run: config.RunConfig
     posthoc: config.PosthocConfig
+    locality: config.LocalityConfig | None   # the second measurement, where a notebook needs it
     notebooks: tuple[str, ...]
     arm: str
     state: str              # done, part (begun) or missing
@@ -41,17 +42,18 @@ def plan(profile: str, only: Sequence[str] = (), *, store: Path | None = None) -
         parameters = execute.check(job.notebook, job.params)
         posthoc = studies.posthoc_config(parameters["tier"], parameters["posthoc"])
         for arm, run in studies.pairs_of(job.name, parameters):
-            entry = needed.setdefault((run.hash, runs.posthoc_name(posthoc)), {"run": run, "posthoc": posthoc, "arm": arm, "notebooks": {}})
+            entry = needed.setdefault((run.hash, runs.posthoc_name(posthoc)), {"run": run, "posthoc": posthoc, "locality": None, "arm": arm, "notebooks": {}})
             entry["notebooks"][job.name] = None
+            if job.name in studies.LOCALITY:
+                entry["locality"] = studies.locality_config(parameters["tier"], parameters["posthoc"])
     timings = _timings(store)
     return [_item(entry, store, timings) for entry in needed.values()]
 
 
 def train(items: Sequence[Item], profile: str, *, parallel: int, store: Path | None = None, report: Callable[[str], None] = print) -> None:
     """Train and measure what is not done, in the order of the plan. Raises runs.RunFailed as `runs.get_or_measure`."""
-    for posthoc in dict.fromkeys(item.posthoc for item in items):
-        left = [item.run for item in items if item.posthoc == posthoc and item.state != "done"]
-        runs.get_or_measure(left, posthoc, profile=profile, store=store, parallel=parallel, report=report)
+    left = [(item.run, [how for how in (item.posthoc, item.locality) if how is not None]) for item in items if item.state != "done"]
+    runs.measure_missing(left, store=Path(store) if store else runs.default_store(profile), parallel=parallel, report=report)
 
 
 def tell(items: Sequence[Item], parallel: int) -> str:
@@ -82,14 +84,15 @@ def _hours(items: Sequence[Item], parallel: int) -> str:
 
 
 def _item(entry: dict, store: Path, timings: dict) -> Item:
-    run, posthoc = entry["run"], entry["posthoc"]
+    run, posthoc, locality = entry["run"], entry["posthoc"], entry["locality"]
     found = runs.Run(store / run.hash, run)
-    if found.measurement(posthoc) is not None:
+    missing = [how for how in (posthoc, locality) if how is not None and found.measurement(how) is None]
+    if not missing:
         state, left = "done", 0.0
     else:
         state = "part" if (found.path / "timing.json").exists() else "missing"
-        left = _estimate(run, found, timings)
-    return Item(run, posthoc, tuple(entry["notebooks"]), entry["arm"], state, left)
+        left = _estimate(run, found, timings, len(missing))
+    return Item(run, posthoc, locality, tuple(entry["notebooks"]), entry["arm"], state, left)
 
 
 def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
@@ -105,14 +108,18 @@ def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
     return {model: tuple(map(statistics.median, zip(*values))) for model, values in found.items()}
 
 
-def _estimate(run: config.RunConfig, found: runs.Run, timings: dict) -> float | None:
-    """Seconds of one process for what is left of a run and its measurement."""
+def _estimate(run: config.RunConfig, found: runs.Run, timings: dict, measurements: int = 1) -> float | None:
+    """Seconds of one process for what is left of a run and its measurements; the second is taken to last as long as the first.
+
+    A finished run whose checkpoint is not here is trained again to be measured.
+    """
     if not timings:
         return None
     active = lambda model: count_parameters(model)["active"]  # noqa: E731
     like = run.model if run.model in timings else min(timings, key=lambda model: abs(active(model) - active(run.model)))
     per_token, measuring = timings[like]
     scale = active(run.model) / active(like)
-    done = json.loads((found.path / "timing.json").read_text())["steps"] if (found.path / "timing.json").exists() else 0
+    again = found.finished and not found.has_checkpoint
+    done = json.loads((found.path / "timing.json").read_text())["steps"] if (found.path / "timing.json").exists() and not again else 0
     tokens = (run.train.steps - done) * run.train.batch_size * run.model.context
-    return scale * (per_token * tokens + measuring)
+    return scale * (per_token * tokens + measurements * measuring)

@@ -357,12 +357,12 @@ def _lines(ax, wide, look) -> None:
     ax.plot(wide.index, wide.mean(axis=1), color=look["color"], linestyle=look["linestyle"], linewidth=2)
 
 
-def _legend(figure, table, extra=(), *, seeds=True, points=True) -> None:
-    """Arms, then `extra`, then what a seed looks like: an open point, or (points=False) a thin line."""
+def _legend(figure, table, extra=(), *, seeds=True, points=True, columns=None) -> None:
+    """Arms, then `extra`, then what a seed looks like: an open point, or (points=False) a thin line; in `columns`, else in one row."""
     looks = {arm: look if points else look | {"marker": ""} for arm, look in _looks(table).items()}
     handles = [*(Line2D([], [], **look, label=arm) for arm, look in looks.items()), *extra]
     if seeds and points:
         handles.append(Line2D([], [], **SEED, markeredgecolor="#555555", label="one seed"))
     elif seeds:
         handles.append(Line2D([], [], color="#555555", linewidth=0.7, label="one seed"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns or len(handles))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from predmoe.config import PREDICTORS, PosthocConfig, PredictorConfig, RunConfig, to_dict
 from predmoe.data import Tokens
 from predmoe.evaluation import Heads, Lookup, NextRouter, evaluate
-from predmoe.model import MoEModel, count_parameters
+from predmoe.model import MoEModel, Routing, count_parameters
 from predmoe.objectives import margin, prediction, stack
 from predmoe.predictor import Predictor, hit_at_k
 from predmoe.train import new_predictor
@@ -40,8 +41,12 @@ class Activations:
 
 
 @torch.no_grad()
-def capture(model: MoEModel, windows, *, batch_size: int = 32, autocast: torch.dtype | None = None) -> Activations:
-    """Activations of `model` on token windows (n, T+1); the last token of each window is only a target and left out."""
+def capture(model: MoEModel, windows, *, batch_size: int = 32, autocast: torch.dtype | None = None,
+            inputs: Callable[[list[Routing]], Tensor] = lambda routing: stack(routing, "hidden_ND")) -> Activations:  # fmt: skip
+    """Activations of `model` on token windows (n, T+1); the last token of each window is only a target and left out.
+
+    `inputs`: what is kept of each batch as (L, N, D), by default the MoE inputs.
+    """
     config = model.config
     n, T = windows.shape[0], windows.shape[1] - 1
     ids = torch.uint8 if config.num_experts <= 256 else torch.int16
@@ -52,16 +57,21 @@ def capture(model: MoEModel, windows, *, batch_size: int = 32, autocast: torch.d
         with torch.autocast(model.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
             _, routing = model.body(tokens)
         rows = slice(s * T, s * T + tokens.numel())
-        hidden[rows] = stack(routing, "hidden_ND").transpose(0, 1).to("cpu", torch.float16)
+        hidden[rows] = inputs(routing).transpose(0, 1).to("cpu", torch.float16)
         experts[rows] = stack(routing, "experts_NK").transpose(0, 1).to("cpu", ids)
     return Activations(hidden, experts, torch.as_tensor(windows[:, :-1]).reshape(-1).long())
 
 
 def training_activations(model: MoEModel, run: RunConfig, tokens: Tokens, config: PosthocConfig) -> Activations:
     """Activations on the training text that predictors are fitted on and lookups counted from."""
-    T = run.model.context
     autocast = torch.bfloat16 if run.train.dtype == "bfloat16" else None
-    return capture(model, tokens.stream(ACTIVATION_ORDER, run.data.shuffle_buffer).batch(0, max(1, config.tokens // T), T), autocast=autocast)
+    return capture(model, training_windows(run, tokens, config), autocast=autocast)
+
+
+def training_windows(run: RunConfig, tokens: Tokens, config: PosthocConfig) -> np.ndarray:
+    """The token windows (n, T+1) of the training text that predictors are fitted on: the same for every backbone."""
+    T = run.model.context
+    return tokens.stream(ACTIVATION_ORDER, run.data.shuffle_buffer).batch(0, max(1, config.tokens // T), T)
 
 
 def heads_file(folder: Path, name: str, kind: str) -> Path:
@@ -92,7 +102,7 @@ def token_counts(activations: Activations, vocab_size: int, num_experts: int) ->
 def head_loss_of(predictor: Predictor, hidden: Tensor, experts: Tensor) -> Tensor:
     """The head's own loss (linear: hard top-k cross-entropy; ranking: margin), mean over all (layer, horizon) pairs."""
     total, pairs = hidden.new_zeros(()), 0
-    for h in predictor.config.horizons:
+    for h in predictor.config.depths:
         guess = predictor(hidden, h)
         term = margin(guess, experts[h:]) if predictor.config.kind == "ranking" else prediction(guess, guess, experts[h:], target="topk", gradient="input")
         total, pairs = total + term * guess.shape[0], pairs + guess.shape[0]
@@ -105,18 +115,19 @@ def dev_hit(predictor: Predictor, dev: Activations, batch_tokens: int = 8192) ->
     total, count = 0.0, 0
     for rows in torch.arange(len(dev.tokens_N)).split(batch_tokens):
         hidden, experts = dev.batch(rows)
-        for h in predictor.config.horizons:
+        for h in predictor.config.depths:
             total += hit_at_k(predictor(hidden, h), experts[h:]) * len(rows)
             count += len(rows)
     return total / count
 
 
 def fit(kind: str, train: Activations, dev: Activations, model_config, horizons, config: PosthocConfig, *, progress=lambda line: None):
-    """Fresh heads trained to convergence; returns (predictor, curve, converged).
+    """Fresh heads trained to convergence; returns (predictor, curve, converged). Horizon 0 stands for heads of the same layer.
 
     The rule is the same for every backbone: see PosthocConfig. The weights with the best dev hit@k are returned.
     """
-    predictor = new_predictor(PredictorConfig(kind=kind, horizons=tuple(horizons)), model_config).initialise(config.seed)
+    heads = PredictorConfig(kind=kind, horizons=tuple(h for h in horizons if h), next_token=0 in horizons)
+    predictor = new_predictor(heads, model_config).initialise(config.seed)
     optimizer = torch.optim.AdamW(predictor.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
     generator = torch.Generator().manual_seed(config.seed)
     curve, best, best_state, lr, cuts = [], -1.0, None, config.lr, 0

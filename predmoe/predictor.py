@@ -20,13 +20,13 @@ class Predictor(nn.Module):
 
     def __init__(self, config: PredictorConfig, *, hidden_size: int, num_experts: int, num_layers: int):
         super().__init__()
-        if max(config.horizons) >= num_layers:
+        if max(config.depths) >= num_layers:
             raise ConfigError(f"horizons={config.horizons} must be below num_layers={num_layers}")
         self.config = config
         D, E = hidden_size, num_experts
         shapes = {"linear": [(E, D)], "ranking": [(D, D), (E, D)]}[config.kind]
         self.weights, self.biases = nn.ParameterDict(), nn.ParameterDict()
-        for h in config.horizons:
+        for h in config.depths:
             for i, (out, into) in enumerate(shapes):
                 self.weights[f"{h}_{i}"] = nn.Parameter(torch.empty(num_layers - h, out, into))
                 self.biases[f"{h}_{i}"] = nn.Parameter(torch.zeros(num_layers - h, 1, out))
@@ -34,7 +34,7 @@ class Predictor(nn.Module):
     def initialise(self, seed: int) -> Predictor:
         """Weights uniform in +-1/sqrt(fan-in), as torch's Linear draws them; biases zero."""
         generator = torch.Generator().manual_seed(seed)
-        for name in sorted(self.weights):
+        for name in sorted(self.weights, key=lambda name: (name.startswith("0_"), name)):   # the others as they are without
             weight = self.weights[name]
             bound = 1.0 / math.sqrt(weight.shape[-1])
             weight.data.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
@@ -42,7 +42,10 @@ class Predictor(nn.Module):
         return self
 
     def forward(self, hidden_LND: Tensor, horizon: int) -> Tensor:
-        """Logits (S, N, E), float32: entry s predicts layer s + horizon from the MoE input of layer s."""
+        """Logits (S, N, E), float32: entry s predicts layer s + horizon from the MoE input of layer s.
+
+        Horizon 0 asks the heads of the same layer, about another token or from another input (`PredictorConfig.next_token`).
+        """
         x = hidden_LND[: hidden_LND.shape[0] - horizon]
         x = torch.baddbmm(self.biases[f"{horizon}_0"], x, self.weights[f"{horizon}_0"].transpose(1, 2))
         if self.config.kind == "ranking":

@@ -1,7 +1,7 @@
 """The run store: a run is its configuration, its folder is named by the configuration's hash.
 
     STORE/HASH/config.json provenance.json metrics.jsonl timing.json finished.json   small, kept in git for real profiles
-    STORE/HASH/posthoc-HASH.json                                                     a measurement of the finished run
+    STORE/HASH/posthoc-HASH.json locality-HASH.json                                  measurements of the finished run
     STORE/HASH/checkpoint/ state.pt log.txt                                          never in git
 
 `get_or_train` and `get_or_measure` return what is there, resume what is broken and start what is missing, each run in a
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from predmoe.config import PREDICTORS, ConfigError, PosthocConfig, RunConfig, build, stable_hash, to_dict
+from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PosthocConfig, RunConfig, build, stable_hash, to_dict
 from predmoe.posthoc import heads_file
 from predmoe.train import is_complete, read_json, read_lines, write_json
 
@@ -51,8 +51,8 @@ class Run:
         """The lines of metrics.jsonl: training terms, dev evaluations, and the final held-out one."""
         return read_lines(self.path / "metrics.jsonl")
 
-    def measurement(self, posthoc: PosthocConfig) -> dict | None:
-        source = self.path / f"{posthoc_name(posthoc)}.json"
+    def measurement(self, how: PosthocConfig | LocalityConfig) -> dict | None:
+        source = self.path / f"{measurement_name(how)}.json"
         return read_json(source) if source.exists() else None
 
     def has_heads(self, posthoc: PosthocConfig) -> bool:
@@ -62,6 +62,11 @@ class Run:
 
 def posthoc_name(posthoc: PosthocConfig) -> str:
     return f"posthoc-{stable_hash(posthoc)}"
+
+
+def measurement_name(how: PosthocConfig | LocalityConfig) -> str:
+    """A measurement's address: its kind and the hash of its configuration."""
+    return posthoc_name(how) if isinstance(how, PosthocConfig) else f"locality-{stable_hash(how)}"
 
 
 def default_store(profile: str) -> Path:
@@ -87,7 +92,7 @@ def get_or_train(config: RunConfig, *, store: Path, report=print) -> Run:
     """The finished run of `config` with its checkpoint; trained or resumed in a child process where need be."""
     run = open_run(config, store)
     if not run.has_checkpoint:
-        _work([(run, None)], parallel=1, report=report)
+        _work([(run, [])], parallel=1, report=report)
     return run
 
 
@@ -99,36 +104,50 @@ def get_or_fit(config: RunConfig, posthoc: PosthocConfig, *, store: Path, report
     run = open_run(config, store)
     if not run.has_heads(posthoc):
         write_json(run.path / f"{posthoc_name(posthoc)}.config.json", to_dict(posthoc))
-        _work([(run, posthoc)], parallel=1, report=report)
+        _work([(run, [posthoc])], parallel=1, report=report)
     return run
 
 
-def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, profile: str, store: Path | None = None,
-                   parallel: int = 2, report=print) -> list[dict]:
+def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, profile: str, locality: LocalityConfig | None = None,
+                   store: Path | None = None, parallel: int = 2, report=print) -> list[dict]:  # fmt: skip
     """Measurements of `configs`, in their order; what is missing is trained and measured, `parallel` runs side by side.
 
-    A measurement that is there needs no checkpoint: a fresh clone reads the committed ones. Raises RunFailed when a
-    child fails, after the others have ended; what they finished stays.
+    With `locality` each has the second measurement as well, under that name. A measurement that is there needs no checkpoint:
+    a fresh clone reads the committed ones. One that is missing where the checkpoint is gone, as in a clone, is reported and the
+    run trained again, to the same bits; the measurements that are there stay. Raises RunFailed when a child fails, after the
+    others have ended; what they finished stays.
     """
     store = Path(store) if store else default_store(profile)
-    runs = [open_run(config, store) for config in configs]
-    missing = {run.path: run for run in runs if run.measurement(posthoc) is None}
-    for run in missing.values():
-        write_json(run.path / f"{posthoc_name(posthoc)}.config.json", to_dict(posthoc))
-    _work([(run, posthoc) for run in missing.values()], parallel=parallel, report=report)
-    return [run.measurement(posthoc) for run in runs]
+    wanted = [posthoc] if locality is None else [posthoc, locality]
+    measure_missing([(config, wanted) for config in configs], store=store, parallel=parallel, report=report)
+    found = [open_run(config, store) for config in configs]
+    return [run.measurement(posthoc) | ({} if locality is None else {"locality": run.measurement(locality)}) for run in found]
 
 
-def _work(jobs: list[tuple[Run, PosthocConfig | None]], *, parallel: int, report) -> None:
-    """Run the jobs' child processes, `parallel` at a time, telling of each one's progress now and then."""
+def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]], *, store: Path, parallel: int, report=print) -> None:
+    """Train and measure what is missing of the `wanted` measurements of each run, in this order; errors as `get_or_measure`."""
+    jobs: dict[Path, tuple[Run, list]] = {}
+    for config, measurements in wanted:
+        run = open_run(config, store)
+        if missing := [how for how in measurements if run.measurement(how) is None]:
+            jobs[run.path] = run, missing
+            for how in missing:
+                write_json(run.path / f"{measurement_name(how)}.config.json", to_dict(how))
+    if again := [describe(run.config) for run, _ in jobs.values() if run.finished and not run.has_checkpoint]:
+        report(f"{len(again)} finished runs have no checkpoint here, and a measurement that is missing needs one, so they are trained again: {'; '.join(again)}")
+    _work(list(jobs.values()), parallel=parallel, report=report)
+
+
+def _work(jobs: list[tuple[Run, list[PosthocConfig | LocalityConfig]]], *, parallel: int, report) -> None:
+    """Run the jobs' child processes, `parallel` at a time, telling of each one's progress now and then. A job is a run and what to measure."""
     if parallel < 1:
         raise ConfigError(f"parallel={parallel} must be at least 1")
     waiting, running, failures, done, told = list(jobs), {}, [], 0, time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
-                run, posthoc = waiting.pop(0)
-                running[_start(run, posthoc)] = run
+                run, measurements = waiting.pop(0)
+                running[_start(run, measurements)] = run
             time.sleep(POLL_SECONDS)
             for child in [c for c in running if c.poll() is not None]:
                 run = running.pop(child)
@@ -149,11 +168,11 @@ def _work(jobs: list[tuple[Run, PosthocConfig | None]], *, parallel: int, report
         raise RunFailed("; ".join(failures))
 
 
-def _start(run: Run, posthoc: PosthocConfig | None) -> subprocess.Popen:
+def _start(run: Run, measurements: list[PosthocConfig | LocalityConfig]) -> subprocess.Popen:
     threads = str(run.config.train.threads)
     command = [sys.executable, "-m", "predmoe.worker", str(run.path)]
-    if posthoc is not None:
-        command += ["--posthoc", posthoc_name(posthoc)]
+    for how in measurements:
+        command += ["--posthoc" if isinstance(how, PosthocConfig) else "--locality", measurement_name(how)]
     environment = KEEP_MEMORY | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     with open(run.path / "log.txt", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
@@ -169,9 +188,12 @@ def describe(config: RunConfig) -> str:
     o, m = config.objective, config.model
     words = [] if m.routing == "topk" else [f"{m.routing} router" + (f" by {m.early_by}" if m.early_by else "")]
     if o.lambda_pred:
-        words.append(f"joint {o.lambda_pred:g} {o.target}/{o.gradient}")
+        words.append(f"joint {o.lambda_pred:g} {o.target}/{o.gradient}{' and next token' if config.predictor.next_token else ''}")
     if o.lambda_sticky:
         words.append(f"sticky {o.lambda_sticky:g}")
     if o.lambda_ent:
         words.append(f"entropy {o.lambda_ent:g}")
-    return f"{' + '.join(words) or 'baseline'}, seed {config.train.seed}"
+    if o.lambda_lookup:
+        words.append(f"lookup penalty {o.lambda_lookup:g}")
+    order = f", data order {config.data.order_seed}" if config.data.order_seed else ""
+    return f"{' + '.join(words) or 'baseline'}, seed {config.train.seed}{order}"

@@ -38,6 +38,11 @@ def posthoc_config(tier: str, changes: Mapping) -> config.PosthocConfig:
     return config.build(config.PosthocConfig, dataclasses.asdict(config.TIERS[tier].posthoc) | dict(changes))
 
 
+def locality_config(tier: str, changes: Mapping) -> config.LocalityConfig:
+    """The second measurement; its predictors are fitted as the post-hoc ones, `changes` included."""
+    return config.LocalityConfig(fit=posthoc_config(tier, changes))
+
+
 def name_of(objective: Mapping) -> str:
     """An objective in a few words: target, gradient and final weight."""
     if missing := [name for name in ("target", "gradient", "lambda_pred") if name not in objective]:
@@ -126,6 +131,54 @@ def ranking_seeds(p: Mapping) -> dict[str, Pairs]:
     return variations(sizes, {"lambda_pred": p["lambda_pred"]}, p["seeds"], **_shared(p))
 
 
+def controls(p: Mapping) -> dict[str, Pairs]:
+    """07_controls: baseline and joint, every sticky weight, one of them with the joint loss on top; and, where the order of the
+    text varies with the initialisation, both again."""
+    pair = {"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"]}}
+    sticky = {f"sticky {weight:g}": {"lambda_sticky": weight} for weight in p["stickies"]}
+    stacked = {f"sticky {p['stacked']:g} + joint": {"lambda_sticky": p["stacked"], "lambda_pred": p["lambda_pred"]}} if p["stacked_seeds"] else {}
+    groups = {"models": run_configs(pair, p["seeds"], **_shared(p)), "order": []}
+    for seed in p["order_seeds"]:
+        both = _shared(p) | {"changes": {"train": p["train"], "data": dict(p["data"]) | {"order_seed": seed}}}
+        groups["order"] += run_configs({f"{arm} (order)": objective for arm, objective in pair.items()}, [seed], **both)
+    groups["sticky"] = run_configs(sticky, p["seeds"], **_shared(p))
+    groups["stacked"] = run_configs(stacked, p["seeds"][: p["stacked_seeds"]], **_shared(p))
+    return groups
+
+
+def longer(p: Mapping) -> dict[str, Pairs]:
+    """09_longer_training: baseline and joint as they stand and with `times` the steps; the ladder of entropy penalties."""
+    pair = {"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"]}}
+    if len(p["penalties"]) != len(p["penalty_seeds"]):
+        raise config.ConfigError(f"penalty_seeds={p['penalty_seeds']} must have one number for each of penalties={p['penalties']}")
+    steps = round(p["times"] * dict(p["train"]).get("steps", config.TIERS[p["tier"]].train.steps))
+    long = _shared(p) | {"changes": {"train": dict(p["train"]) | {"steps": steps}, "data": p["data"]}}
+    groups = {"models": run_configs(pair, p["seeds"], **_shared(p)), "entropy": []}
+    for weight, count in zip(p["penalties"], p["penalty_seeds"]):
+        groups["entropy"] += run_configs({f"entropy {weight:g}": {"lambda_ent": weight}}, p["seeds"][:count], **_shared(p))
+    groups["longer"] = run_configs({f"{arm} {p['times']:g}x": objective for arm, objective in pair.items()}, p["seeds"][: p["long_seeds"]], **long)
+    return groups
+
+
+def frontier(p: Mapping) -> dict[str, Pairs]:
+    """15_frontier: the baseline and the joint model at every weight, and whatever else is listed as an entry."""
+    doses = {f"joint {weight:g}": {"lambda_pred": weight} for weight in p["lambdas"] if weight}
+    return {
+        "joint": run_configs({"baseline": BASELINE} | doses, p["seeds"], **_shared(p)),
+        "entries": [pair for entry in p["entries"] for pair in entry_configs(entry, p["seeds"], **_shared(p))],
+    }
+
+
+def entry_configs(entry: Mapping, seeds: Sequence[int], *, tier: str, horizons: Sequence[int], changes: Mapping[str, Mapping]) -> Pairs:
+    """The runs of an entry: its `name`, `seeds` (how many of the seeds it takes, default all) and changed fields by section."""
+    change = dict(entry)
+    name = config.coerce("entry: name", change.pop("name", None), str)
+    count = config.coerce(f"{name}: seeds", change.pop("seeds", len(seeds)), int)
+    both = {section: dict(changes.get(section, {})) | dict(change.get(section, {})) for section in (dict(changes) | change)}
+    both["predictor"] = {"horizons": list(horizons)} | both.get("predictor", {})
+    return [(name, config.tier(tier, seed=seed, **both)) for seed in seeds[:count]]
+
+
 def _shared(p: Mapping) -> dict:
     return {"tier": p["tier"], "horizons": p["horizons"], "changes": {"train": p["train"], "data": p["data"]}}
 
@@ -137,8 +190,12 @@ STUDIES: dict[str, tuple[Callable[[Mapping], dict[str, Pairs]], ...]] = {
     "03_dose": (dose,),
     "04_isolation": (pair,),
     "06_seeds": (pair,),
+    "07_controls": (controls,),
+    "09_longer_training": (longer,),
     "14_ranking_seeds": (ranking_seeds,),
+    "15_frontier": (frontier,),
 }
+LOCALITY = ("07_controls", "15_frontier")   # these take the second measurement of every run as well
 
 
 def pairs_of(notebook: str, parameters: Mapping) -> Pairs:

@@ -27,8 +27,9 @@ from predmoe.config import ConfigError, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe.evaluation import Heads, evaluate
 from predmoe.model import MoEModel, save_checkpoint
-from predmoe.objectives import terms
+from predmoe.objectives import stack, terms
 from predmoe.predictor import Predictor
+from predmoe.token_table import TokenTable
 
 LOG_EVERY = 25  # steps
 CHECKPOINT_SECONDS = 60.0
@@ -125,6 +126,8 @@ class Trainer:
             raise ConfigError(f"tokenizer {config.data.tokenizer} has {self.tokens.tokenizer.vocab_size} entries, the model only vocab_size={config.model.vocab_size}")
         self.stream = self.tokens.stream(config.data.order_seed, config.data.shuffle_buffer)
         self.model, self.predictor, self.optimizer = build_parts(config)
+        m = config.model
+        self.table = TokenTable(m.num_layers, m.vocab_size, m.num_experts, config.train.device) if config.objective.lambda_lookup else None
         self.autocast = torch.bfloat16 if config.train.dtype == "bfloat16" else None
         self.step, self.seconds = 0, 0.0
 
@@ -157,6 +160,8 @@ class Trainer:
         heads = self.predictor.state_dict() if self.predictor is not None else None
         state = {"step": self.step, "seconds": self.seconds, "model": self.model.state_dict(), "predictor": heads,
                  "optimizer": self.optimizer.state_dict(), "log_bytes": self._log.stat().st_size}
+        if self.table is not None:
+            state["table"] = self.table.counts_LVE
         with self._saving():
             try:
                 with open(self._log, "rb") as log:  # on the disk before a checkpoint that counts on its bytes
@@ -181,6 +186,8 @@ class Trainer:
             if self.predictor is not None:
                 self.predictor.load_state_dict(state["predictor"])
             self.optimizer.load_state_dict(state["optimizer"])
+            if self.table is not None:
+                self.table.counts_LVE = state["table"]
             self.step, self.seconds, logged = state["step"], state["seconds"], state["log_bytes"]
         except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0][:120]
@@ -230,7 +237,9 @@ class Trainer:
                 output = self.model(windows[:, :-1], windows[:, 1:])
             except ValueError as error:  # a router's scores are NaN
                 raise TrainingError(f"the loss is not finite at step {self.step} ({error}); lower the learning rate or a term's weight") from error
-        parts = terms(output.loss, output.routing, self.predictor, self.config.objective, batch=len(windows), progress=self.step / config.steps)
+        tokens_N = windows[:, :-1].reshape(-1)
+        parts = terms(output.loss, output.routing, self.predictor, self.config.objective, batch=len(windows), progress=self.step / config.steps,
+                      table=self.table, tokens_N=tokens_N)  # fmt: skip
         loss = sum(parts.values())
         if not torch.isfinite(loss):
             sizes = ", ".join(f"{name} {value.item():.4g}" for name, value in parts.items())
@@ -243,6 +252,8 @@ class Trainer:
             group["lr"] = config.lr * group["scale"] * factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.table is not None:   # after the step: a token is never compared with its own choice
+            self.table.add(tokens_N, stack(output.routing, "experts_NK"))
         return {name: value.item() for name, value in parts.items()}
 
     def evaluate_on(self, which: str) -> dict:

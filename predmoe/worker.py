@@ -1,4 +1,4 @@
-"""The child process of a run: `python -m predmoe.worker FOLDER [--posthoc NAME]`.
+"""The child process of a run: `python -m predmoe.worker FOLDER [--posthoc NAME] [--locality NAME]`.
 
 Trains the run that FOLDER/config.json describes, or goes on where it was interrupted, and measures it where asked to.
 Progress goes to standard output, line by line; a failure ends with one sentence on standard error and a non-zero exit.
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from predmoe import provenance
-from predmoe.config import PREDICTORS, ConfigError, PosthocConfig, RunConfig, build
+from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PosthocConfig, RunConfig, build
 from predmoe.data import prepare
 from predmoe.locking import FolderLock
 from predmoe.model import load_checkpoint
@@ -64,10 +64,23 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
         write_json(target, result)
 
 
+def measure_locality_of(folder: Path, config: RunConfig, how: LocalityConfig, target: Path, *, progress=print) -> None:
+    """Write the locality of a finished run to `target`."""
+    from predmoe import measure_locality   # not at the top: it loads numba, which training does not need
+
+    check_device(config.train.device)
+    torch.set_num_threads(config.train.threads)
+    model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
+    cotrained = load_predictor(folder / "checkpoint", config)
+    result = measure_locality.measure(model, cotrained, config, prepare(config.data), how, progress=progress)
+    write_json(target, result | {"provenance": json.loads((folder / "provenance.json").read_text()), "measured_by": provenance.capture()})
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="predmoe.worker", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--posthoc", help="name of the measurement: FOLDER/NAME.config.json says how, FOLDER/NAME.json is written")
+    parser.add_argument("--locality", help="the same of the second measurement")
     parser.add_argument("--checkpoint-seconds", type=float, default=CHECKPOINT_SECONDS)
     options = parser.parse_args(arguments)
     folder = options.folder
@@ -80,6 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
             if options.posthoc and not (target.exists() and all(heads_file(folder, options.posthoc, kind).exists() for kind in PREDICTORS)):
                 posthoc = build(PosthocConfig, read_json(folder / f"{options.posthoc}.config.json"))
                 measure_run(folder, config, posthoc, target, progress=say)
+            if options.locality and not (target := folder / f"{options.locality}.json").exists():
+                locality = build(LocalityConfig, json.loads((folder / f"{options.locality}.config.json").read_text()))
+                measure_locality_of(folder, config, locality, target, progress=say)
     except (ConfigError, TrainingError) as error:
         print(f"predmoe: {error}", file=sys.stderr, flush=True)
         return 2

@@ -16,7 +16,7 @@ GAIN = {
 
 def measurement(arm: str, seed: int, *, gain: float = 1.0, loss: float = 4.55, layers: int = 8, lambda_pred: float = 0.3) -> dict:
     """One measurement; `gain` multiplies the drawn effect of the arm, 0 gives a baseline."""
-    shared, own = np.random.default_rng(seed), np.random.default_rng([seed, round(1000 * gain)])
+    shared, own = np.random.default_rng(seed), np.random.default_rng([seed, abs(round(1000 * gain))])
     shift = shared.normal(0, 0.008)
     predictors = list(BASE) + (["cotrained"] if gain else [])
     per_layer, hit, exact = {}, {}, {}

@@ -82,6 +82,9 @@ def test_a_section_that_is_no_mapping_is_refused():
         ("predictor", {"horizons": 1}, ("horizons=1", "int")),
         ("predictor", {"horizons": [1, "2"]}, ("horizons[1]='2'",)),
         ("predictor", {"kind": "mlp"}, ("'mlp'", "linear, ranking")),
+        ("predictor", {"horizons": [], "next_token": True}, ("horizons=()", "at least one horizon")),
+        ("predictor", {"next_token": 1}, ("next_token=1", "is int, not bool")),
+        ("objective", {"lambda_lookup": -0.1}, ("lambda_lookup=-0.1", "at least 0")),
         ("data", {"heldout_tokens": 0}, ("heldout_tokens=0",)),
     ],
 )
@@ -207,6 +210,13 @@ def test_a_baseline_with_another_control_is_another_run():
     assert len({tier("smoke", objective=c).hash for c in controls}) == len(controls)
     assert tier("smoke", seed=1).hash != tier("smoke", seed=0).hash
     assert tier("smoke", data={"order_seed": 1}).hash != tier("smoke").hash
+
+
+def test_a_lookup_penalty_is_another_run_and_heads_for_the_next_token_only_of_a_joint_one():
+    joint = {"objective": {"lambda_pred": 0.3}}
+    assert tier("smoke", objective={"lambda_lookup": 0.1}).hash != tier("smoke").hash
+    assert tier("smoke", predictor={"next_token": True}).hash == tier("smoke").hash
+    assert tier("smoke", **joint, predictor={"next_token": True}).hash != tier("smoke", **joint).hash
 
 
 def test_equal_contents_of_another_kind_have_another_address():

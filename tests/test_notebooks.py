@@ -218,3 +218,40 @@ def test_a_second_execution_trains_nothing_and_differs_in_provenance_only(execut
 def test_one_seed_is_enough_to_run_and_is_called_exploratory(executed):
     execute.execute(paths.NOTEBOOKS / "02_horizons.ipynb", executed / "02_horizons" / "single.ipynb", TINY | {"seeds": [0]})
     assert any("exploratory" in sentence for sentence in results.load("smoke", "02_horizons")["findings"])
+
+
+# What these take on top of the models of 01 and 02, in the same store: one seed of everything.
+FURTHER = {
+    "07_controls": {"seeds": [0], "order_seeds": [0]},
+    "09_longer_training": {"seeds": [0], "times": 0.5},
+    "15_frontier": {"seeds": [0], "entries": [{"name": "early 1", "seeds": 1, "model": {"routing": "early", "early_by": 1}},
+                                            {"name": "next", "seeds": 1, "predictor": {"next_token": True}, "objective": {"lambda_pred": 0.3, "lambda_lookup": 0.1}}]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def further(executed):
+    """07, 09 and 15 executed for real after 01 and 02; the report's claims are then theirs too."""
+    for name, params in FURTHER.items():
+        execute.execute(paths.NOTEBOOKS / f"{name}.ipynb", executed / name / f"{name}.ipynb", TINY | params)
+    return executed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_further_notebook_runs_on_the_models_that_are_there(further, name):
+    leaves_what_it_promises(further, name)
+    arms = {row["arm"]: row for row in results.load("smoke", name)["arms"]}
+    assert arms["baseline"]["config_hash"] == next(row["config_hash"] for row in results.load("smoke", "01_mechanism")["arms"] if (row["arm"], row["seed"]) == ("baseline", 0))
+    if name == "09_longer_training":
+        assert "sharpened" in arms and {"baseline 0.5x", "joint 0.5x", "entropy 0.01"} <= arms.keys()
+    else:
+        assert all(set(row["locality"]["lru"]) == {"1/8", "1/4", "1/2"} for row in arms.values())
+        assert all(("cotrained" in row["locality"]["next_token"]) == (arm == "next") for arm, row in arms.items())
+
+
+@pytest.mark.slow
+def test_the_further_notebooks_add_only_their_own_models(further):
+    """sticky; entropy, and a shorter baseline and joint model; early router and next token: six more than the nine of 01 and 02."""
+    assert len(list((further / "runs").glob("*/finished.json"))) == 15
+    assert len([path for path in (further / "runs").glob("*/locality-*.json") if "config" not in path.name]) == 5   # the last two, sticky, baseline, joint

@@ -340,3 +340,63 @@ def test_stacked_records_keep_layer_order():
     routing = records()
     stacked = stack(routing, "hidden_ND")
     assert stacked.shape == (L, N, D) and all(torch.equal(stacked[i], r.hidden_ND) for i, r in enumerate(routing))
+
+
+# --- heads for the next token -----------------------------------------------------------------------------------------------------------------
+
+
+def with_next(kind="linear", horizons=(1, 2)):
+    config = PredictorConfig(kind=kind, horizons=horizons, next_token=True)
+    return Predictor(config, hidden_size=D, num_experts=E, num_layers=L).initialise(0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "ranking"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_with_the_next_token_each_layer_is_one_pair_more(kind, target):
+    """Two sequences of three tokens: tokens 0, 1 and 3, 4 have a next one."""
+    routing, predictor = records(), with_next(kind)
+    pairs = []
+    for s in range(L):
+        for h in (0, 1, 2):
+            if s + h < L:
+                rows, after = ([0, 1, 3, 4], [1, 2, 4, 5]) if h == 0 else (list(range(N)),) * 2
+                q = predictor(stack(routing, "hidden_ND")[:, rows], h)[s][None]
+                true = routing[s + h].experts_NK[after][None]
+                if kind == "ranking":
+                    pairs.append(margin(q, true).item())
+                else:
+                    pairs.append(prediction(q, routing[s + h].logits_NE[after][None], true, target=target, gradient="input").item())
+    got = prediction_of(predictor, routing, ObjectiveConfig(lambda_pred=1.0, target=target), batch=2)
+    assert len(pairs) == 9 and got.item() == pytest.approx(np.mean(pairs), rel=1e-6)
+
+
+@pytest.mark.parametrize("gradient", ["input", "both"])
+def test_the_next_tokens_gradient_is_that_of_a_softmax_regression_on_the_token_before(gradient):
+    """By hand, for the next token alone: W'(softmax(Wx_t) - goal_{t+1}) / pairs in x_t; in the router of t + 1 only for "both"."""
+    routing, predictor = records(requires_grad=True), with_next(horizons=())
+    prediction_of(predictor, routing, ObjectiveConfig(lambda_pred=1.0, gradient=gradient), batch=2).backward()
+    for s in range(L):
+        weight = predictor.weights["0_0"][s].detach().double().numpy()
+        x, z = (getattr(routing[s], name).detach().double().numpy() for name in ("hidden_ND", "logits_NE"))
+        before, after = [0, 1, 3, 4], [1, 2, 4, 5]
+        q = x[before] @ weight.T
+        want = np.zeros((N, D))
+        want[before] = (softmax(q) - one_hot(routing[s].experts_NK)[after] / K) @ weight / (4 * L)
+        assert np.abs(routing[s].hidden_ND.grad.numpy() - want).max() < 1e-7 and want.any()
+        router = np.zeros((N, E))
+        router[after] = slope(lambda y: -(softmax(y) * np.log(softmax(q))).sum() / (4 * L), z[after])  # noqa: B023
+        if gradient == "both":
+            assert np.abs(routing[s].logits_NE.grad.numpy() - router).max() < 1e-7 and router.any()
+        else:
+            assert routing[s].logits_NE.grad is None or not routing[s].logits_NE.grad.any()
+
+
+def test_without_the_number_of_sequences_the_next_token_is_refused():
+    with pytest.raises(ValueError, match="need batch"):
+        prediction_of(with_next(), records(), ObjectiveConfig(lambda_pred=1.0))
+
+
+def test_heads_for_the_next_token_leave_the_others_as_they_are():
+    without, more = heads(), with_next()
+    assert all(torch.equal(tensor, more.state_dict()[name]) for name, tensor in without.state_dict().items())
+    assert more.weights["0_0"].shape == (L, E, D) and more.config.depths == (1, 2, 0)

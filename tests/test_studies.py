@@ -1,5 +1,6 @@
 """What each notebook needs, and what a profile still has to train."""
 
+import dataclasses
 import json
 
 import pytest
@@ -65,17 +66,75 @@ def test_isolation_and_seeds_need_no_models_but_those_of_the_first_notebooks():
     assert first < ranking and len(ranking - first) == 4   # a pair of another width, a pair of another number of experts
 
 
+FIRST = ["01", "02", "03"]   # the notebooks that the tests of the plan look at
+
+
+def checked(notebook, **params):
+    return execute.check(paths.NOTEBOOKS / f"{notebook}.ipynb", params)
+
+
+@pytest.mark.parametrize("profile", ["smoke", "cpu"])
+def test_arms_that_several_notebooks_have_are_the_same_runs(profile):
+    """Equal by construction: what 02 and 03 train is not trained again, and 07, 09 and 15 share among themselves."""
+    params = {job.name: execute.check(job.notebook, job.params) for job in execute.plan(profile)}
+    runs_of = lambda notebook: {(arm, run.train.seed): run.hash for arm, run in studies.pairs_of(notebook, params[notebook])}  # noqa: E731
+    base, doses = runs_of("01_mechanism"), runs_of("03_dose")
+    for notebook in ("07_controls", "09_longer_training", "15_frontier"):
+        mine = runs_of(notebook)
+        assert mine["baseline", 0] == base["baseline", 0] and mine.get(("joint", 0), mine.get(("joint 0.3", 0))) == base["joint", 0]
+    frontier = runs_of("15_frontier")
+    shared = {(arm.replace("joint ", "input "), seed): found for (arm, seed), found in frontier.items() if arm.startswith("joint ")}
+    assert shared and all(doses[key] == found for key, found in shared.items() if key in doses)
+    for key, found in (runs_of("07_controls") | runs_of("09_longer_training")).items():
+        assert key not in frontier or frontier[key] == found
+    assert ("sticky 1", 0) in frontier
+
+
+def test_the_first_order_seed_is_the_order_of_the_other_runs():
+    pairs = {(arm, run.train.seed): run for arm, run in studies.pairs_of("07_controls", checked("07_controls", seeds=[0, 1], order_seeds=[0, 1]))}
+    for arm in ("baseline", "joint"):
+        assert pairs[f"{arm} (order)", 0].hash == pairs[arm, 0].hash and pairs[f"{arm} (order)", 1].hash != pairs[arm, 1].hash
+        assert pairs[f"{arm} (order)", 1].data.order_seed == 1 and pairs[arm, 1].data.order_seed == 0
+
+
+def test_controls_have_the_arms_that_claims_refer_to():
+    arms = {arm for arm, _ in studies.pairs_of("07_controls", checked("07_controls", stickies=[0.3, 1.0, 3.0], stacked_seeds=1))}
+    assert arms == {"baseline", "joint", "baseline (order)", "joint (order)", "sticky 0.3", "sticky 1", "sticky 3", "sticky 1 + joint"}
+    longer = checked("09_longer_training", times=4, penalties=[0.005, 0.01, 0.05], penalty_seeds=[2, 1, 0], seeds=[0, 1], long_seeds=1)
+    found = studies.pairs_of("09_longer_training", longer)
+    assert {arm for arm, _ in found} == {"baseline", "joint", "baseline 4x", "joint 4x", "entropy 0.005", "entropy 0.01"}
+    assert [(arm, run.train.steps) for arm, run in found if arm.endswith("4x")] == [("baseline 4x", 4 * STEPS), ("joint 4x", 4 * STEPS)]
+    assert [run.train.seed for arm, run in found if arm == "entropy 0.005"] == [0, 1]
+    with pytest.raises(ConfigError, match="penalty_seeds=.* one number for each"):
+        studies.pairs_of("09_longer_training", longer | {"penalty_seeds": [1]})
+
+
+def test_an_entry_changes_what_it_says_and_is_checked():
+    p = checked("15_frontier", seeds=[0, 1, 2], lambdas=[0.0, 0.3])
+    changed = {"name": "mine", "seeds": 2, "predictor": {"next_token": True}, "objective": {"lambda_pred": 0.3, "lambda_lookup": 0.1}, "model": {"routing": "early", "early_by": 2}}
+    found = studies.frontier(p | {"entries": [changed]})
+    assert [arm for arm, _ in found["joint"]] == ["baseline", "joint 0.3"] * 3
+    (first, second) = (run for _, run in found["entries"])
+    assert (first.train.seed, second.train.seed, first.predictor.next_token, first.predictor.horizons) == (0, 1, True, (1, 2, 4))
+    assert (first.objective.lambda_lookup, first.model.early_by, first.objective.ramp_end) == (0.1, 2, 0.5)
+    for entry, words in (({"seeds": 1}, "entry: name=None"), ({"name": "x", "seeds": "1"}, "x: seeds='1'"), ({"name": "x", "modle": {}}, "unknown section 'modle'")):
+        with pytest.raises(ConfigError, match=words):
+            studies.frontier(p | {"entries": [entry]})
+
+
 # --- the plan ----------------------------------------------------------------------------------------------------------
 
 def measured(store, item, *, train=120.0, posthoc=24.0):
     """A store's folder of a finished and measured run, as far as the plan looks."""
     folder = store / item.run.hash
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{runs.posthoc_name(item.posthoc)}.json").write_text(json.dumps({"config": to_dict(item.run), "seconds": {"train": train, "posthoc": posthoc}}))
+    for how in (item.posthoc, item.locality):
+        if how is not None:
+            (folder / f"{runs.measurement_name(how)}.json").write_text(json.dumps({"config": to_dict(item.run), "seconds": {"train": train, "posthoc": posthoc}}))
 
 
 def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_path):
-    items = plan.plan("smoke", ["01", "02", "03"], store=tmp_path)
+    items = plan.plan("smoke", FIRST, store=tmp_path)
     assert len({item.run.hash for item in items}) == len(items)
     assert items[0].notebooks == ("01_mechanism", "02_horizons", "03_dose") and ("02_horizons",) in [item.notebooks for item in items]
     assert all(item.state == "missing" and item.seconds is None for item in items)
@@ -83,11 +142,11 @@ def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_p
 
 
 def test_time_left_is_what_like_runs_took(tmp_path):
-    first, second, *_ = plan.plan("smoke", ["01", "02", "03"], store=tmp_path)
+    first, second, *_ = plan.plan("smoke", FIRST, store=tmp_path)
     measured(tmp_path, first)
     (tmp_path / second.run.hash).mkdir()
     (tmp_path / second.run.hash / "timing.json").write_text(json.dumps({"steps": STEPS // 4}))
-    items = plan.plan("smoke", ["01", "02", "03"], store=tmp_path)
+    items = plan.plan("smoke", FIRST, store=tmp_path)
     assert [item.state for item in items[:3]] == ["done", "part", "missing"]
     assert [item.seconds for item in items[:3]] == pytest.approx([0.0, 90.0 + 24.0, 144.0])
     text = plan.tell(items, 2)
@@ -96,7 +155,7 @@ def test_time_left_is_what_like_runs_took(tmp_path):
 
 
 def test_a_larger_model_is_estimated_by_its_active_parameters(tmp_path):
-    small = plan.plan("smoke", store=tmp_path)[0]
+    small = plan.plan("smoke", FIRST, store=tmp_path)[0]
     measured(tmp_path, small)
     large = config.tier("cpu")
     (seconds,) = [plan._estimate(large, runs.Run(tmp_path / large.hash, large), plan._timings(tmp_path))]
@@ -106,14 +165,39 @@ def test_a_larger_model_is_estimated_by_its_active_parameters(tmp_path):
 
 
 def test_training_works_off_what_is_missing_in_order(tmp_path, monkeypatch):
-    first = plan.plan("smoke", store=tmp_path)[0]
+    first = plan.plan("smoke", FIRST, store=tmp_path)[0]
     measured(tmp_path, first)
     asked = []
-    monkeypatch.setattr(runs, "get_or_measure", lambda configs, posthoc, **options: asked.append((configs, options)))
-    items = plan.plan("smoke", store=tmp_path)
+    monkeypatch.setattr(runs, "measure_missing", lambda wanted, **options: asked.append((wanted, options)))
+    items = plan.plan("smoke", FIRST, store=tmp_path)
     plan.train(items, "smoke", parallel=2, store=tmp_path)
-    ((configs, options),) = asked
-    assert [run.hash for run in configs] == [item.run.hash for item in items[1:]] and options["parallel"] == 2
+    ((wanted, options),) = asked
+    assert [run.hash for run, _ in wanted] == [item.run.hash for item in items[1:]] and options["parallel"] == 2
+    assert all(measurements == [items[0].posthoc] for _, measurements in wanted)
+
+
+def test_a_run_that_one_notebook_measures_twice_is_measured_twice_once(tmp_path):
+    """07 needs the locality of runs that 01 has; the plan asks for both in one go, and calls the run done when both are there."""
+    together = plan.plan("smoke", ["01", "07"], store=tmp_path)
+    shared = [item for item in together if item.notebooks == ("01_mechanism", "07_controls")]
+    assert shared and all(item.locality is not None for item in shared)
+    assert all(item.locality is None for item in plan.plan("smoke", ["01"], store=tmp_path))
+    measured(tmp_path, dataclasses.replace(shared[0], locality=None))
+    before = next(item for item in plan.plan("smoke", ["01", "07"], store=tmp_path) if item.run == shared[0].run)
+    assert before.state == "missing" and next(item for item in plan.plan("smoke", ["01"], store=tmp_path) if item.run == shared[0].run).state == "done"
+    measured(tmp_path, shared[0])
+    assert next(item for item in plan.plan("smoke", ["01", "07"], store=tmp_path) if item.run == shared[0].run).state == "done"
+
+
+def test_a_finished_run_without_its_weights_counts_as_untrained_where_it_must_be_measured_again(tmp_path):
+    item = next(item for item in plan.plan("smoke", ["07"], store=tmp_path))
+    measured(tmp_path, dataclasses.replace(item, locality=None))
+    folder = tmp_path / item.run.hash
+    (folder / "timing.json").write_text(json.dumps({"steps": item.run.train.steps}))
+    seconds = lambda: next(i.seconds for i in plan.plan("smoke", ["07"], store=tmp_path) if i.run == item.run)  # noqa: E731
+    assert seconds() == pytest.approx(24.0)   # the measurement alone
+    (folder / "finished.json").write_text("{}")
+    assert seconds() == pytest.approx(120.0 + 24.0)
 
 
 def test_the_command_prints_the_plan_and_refuses_what_is_unknown(tmp_path, monkeypatch, capsys):
