@@ -61,7 +61,7 @@ class ExpertCache:
         self._crc = [value for row in manifest.crc32 for value in row]
         self._check = np.full(len(self._crc), verify != "never")
         self._check_again = verify == "always"
-        self.buffers = Buffers(slots_of(cache, manifest) + lanes, file.room(self._size), max(4096, file.alignment.memory))
+        self.buffers = Buffers(slots_of(cache, manifest) + lanes, file.room(self._size, manifest.alignment), max(4096, file.alignment.memory))
         self._free = list(range(self.buffers.count))
         self._unplaced: deque[int] = deque()   # started reads that wait for a buffer
         self._flight: dict[int, int] = {}
@@ -76,7 +76,11 @@ class ExpertCache:
             thread.start()
         self._counted = np.zeros(9, np.int64)
         self.preloaded_bytes = 0
-        self._preload()
+        try:
+            self._preload()
+        except BaseException:
+            self.close()
+            raise
 
     # --- the decoder's side -------------------------------------------------------------------------------------------------
 

@@ -148,13 +148,13 @@ class BlockFile:
                 self._access = _Access(self._open_files[0], BUFFERED, Alignment(1, 1))
                 self._stay_buffered("a direct read was refused (EINVAL) while running")
 
-    def room(self, length: int) -> int:
-        """Bytes that a buffer needs for a block of `length` bytes wherever it lies."""
+    def room(self, length: int, grain: int = 1) -> int:
+        """Bytes that a buffer needs for a block of `length` bytes, where length and offset are multiples of `grain`."""
         step = self.alignment.offset
-        return aligned(length, step) + (step if step > 1 else 0)
+        return length if grain % step == 0 else aligned(length, step) + step
 
     def read(self, offset: int, length: int, buffer: np.ndarray) -> np.ndarray:
-        """The bytes offset..offset+length-1, as a view of the uint8 array `buffer`, which has `room(length)` bytes.
+        """The bytes offset..offset+length-1, as a view of the uint8 array `buffer`, which has `room` for them.
 
         Short reads are gone on with. Raises ReadError, naming both counts or the system's word, for what cannot be read.
         """
