@@ -89,6 +89,11 @@ def dose(p: Mapping) -> dict[str, Pairs]:
     return groups
 
 
+def engine(p: Mapping) -> dict[str, Pairs]:
+    """11_engine: baseline and joint."""
+    return {"models": run_configs({"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"]}}, p["seeds"], **_shared(p))}
+
+
 def _shared(p: Mapping) -> dict:
     return {"tier": p["tier"], "horizons": p["horizons"], "changes": {"train": p["train"], "data": p["data"]}}
 
@@ -98,6 +103,7 @@ STUDIES: dict[str, tuple[Callable[[Mapping], dict[str, Pairs]], ...]] = {
     "01_mechanism": (mechanism,),
     "02_horizons": (horizons, horizons_varied),
     "03_dose": (dose,),
+    "11_engine": (engine,),
 }
 
 

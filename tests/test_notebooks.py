@@ -23,7 +23,7 @@ def code(path):
 # --- as documents ----------------------------------------------------------------------------------------------------
 
 def test_the_first_notebooks_are_there():
-    assert {"00_report", "01_mechanism", "02_horizons", "05_cache_simulation", "08_latency_sensitivity"} <= {path.stem for path in NOTEBOOKS}
+    assert {"00_report", "01_mechanism", "02_horizons", "05_cache_simulation", "08_latency_sensitivity", "11_engine"} <= {path.stem for path in NOTEBOOKS}
 
 
 @notebooks
@@ -106,6 +106,10 @@ TINY = {
 }  # fmt: skip
 
 
+# The engine on the models that 02 has trained.
+ENGINE = TINY | {"shares": [0.4], "per_domain": 1, "prompt": 6, "new_tokens": 3, "exact_policies": ["lru"], "exact_horizons": [1], "disk_reads": 8, "peers": []}
+
+
 # Simulations, as small as they go.
 SMALL = {
     "05_cache_simulation": {"seeds": [0], "model_seeds": [0], "tokens": 24, "warmup": 8, "lengths": [4, 8], "model_shares": [0.5], "curve_shares": [0.5],
@@ -143,17 +147,17 @@ def test_a_simulation_runs_in_a_fresh_clone_and_says_what_was_not_there(simulate
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """01, 02 and 00 executed for real into a folder of their own; 02 finds most of its models in the store."""
+    """01, 02, 11 and 00 executed for real into a folder of their own; 02 finds most of its models in the store, 11 all."""
     folder = tmp_path_factory.mktemp("outputs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREDMOE_OUTPUTS", str(folder))
-        for name, params in (("01_mechanism", TINY), ("02_horizons", TINY), ("00_report", {})):
+        for name, params in (("01_mechanism", TINY), ("02_horizons", TINY), ("11_engine", ENGINE), ("00_report", {})):
             execute.execute(paths.NOTEBOOKS / f"{name}.ipynb", folder / "smoke" / name / f"{name}.ipynb", params)
         yield folder / "smoke"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["01_mechanism", "02_horizons", "00_report"])
+@pytest.mark.parametrize("name", ["01_mechanism", "02_horizons", "11_engine", "00_report"])
 def test_a_notebook_runs_and_leaves_what_it_promises(executed, name):
     leaves_what_it_promises(executed, name)
 

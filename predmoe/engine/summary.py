@@ -72,12 +72,12 @@ class Clock:
         self.tokens += count
         self._pass_began, self._fresh = now, False
 
-    def compute(self, experts_per_set: int) -> Compute:
+    def compute(self, experts_per_set: int, extra_token: float = 0.0) -> Compute:
         """The measured times as the simulator takes them. Needs single-token passes."""
         if not self.singles:
             raise ValueError("no single-token pass has been timed")
         ms = 1000 / self.singles
-        return Compute(attention_ms=tuple(self.attention * ms), expert_ms=tuple(self.experts * ms / experts_per_set), head_ms=self.head * ms, overlap=True)
+        return Compute(attention_ms=tuple(self.attention * ms), expert_ms=tuple(self.experts * ms / experts_per_set), head_ms=self.head * ms, extra_token=extra_token, overlap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
