@@ -3,7 +3,7 @@
 The order of operations does not depend on which buffer it is, nor on when the block arrived, so that every cache and every prefetch
 gives the same bits.
 """
-# n tokens of an expert, D model width, F expert width
+# n tokens of an expert, A and B a matrix's output and input width, D model width, F expert width
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from ..config import ModelConfig
 from .layout import DTYPES, Block
 from .storage import Buffers
+
+ROOM = 1 << 16   # entries that are widened to float32 at a time: they stay in a core's cache, so that memory is read in the narrow type only
 
 
 class Blocks:
@@ -27,37 +29,37 @@ class Blocks:
         for i in range(buffers.count):
             raw = torch.from_numpy(buffers.array(i)[: block.payload])
             matrices = raw[:split].view(DTYPES[dtype]).view(2 * F_, D), raw[split : block.weights].view(DTYPES[dtype]).view(D, F_)
-            scales = raw[block.weights :].view(torch.float32).split([2 * F_, D]) if dtype == "int8" else None
-            self._views.append((*matrices, scales))
-        if not self._plain:
-            self._room = torch.empty(2 * F_, D), torch.empty(D, F_)
-
-    def _matrices(self, buffer: int) -> tuple[Tensor, Tensor]:
-        """gate_up (2F, D) and down (D, F) in float32; without int8's scales."""
-        gate_up, down, _ = self._views[buffer]
-        if self._plain:
-            return gate_up, down
-        return self._room[0].copy_(gate_up), self._room[1].copy_(down)
+            scales = raw[block.weights :].view(torch.float32).split([2 * F_, D]) if dtype == "int8" else (None, None)
+            self._views.append((*matrices, *scales))
+        self._room = torch.empty(max(ROOM, D, F_))
 
     def one(self, buffer: int, x_D: Tensor, out_D: Tensor) -> None:
         """SwiGLU of one token, written to `out_D`."""
-        gate_up, down = self._matrices(buffer)
-        scales = self._views[buffer][2]
-        pre = torch.mv(gate_up, x_D)
-        if scales:
-            pre.mul_(scales[0])
-        gate, up = pre.split(self._F)
-        torch.mv(down, F.silu(gate).mul_(up), out=out_D)
-        if scales:
-            out_D.mul_(scales[1])
+        gate_up, down, *scales = self._views[buffer]
+        if self._plain:
+            gate, up = torch.mv(gate_up, x_D).split(self._F)
+            torch.mv(down, F.silu(gate).mul_(up), out=out_D)
+        else:
+            gate, up = self._widened(gate_up, scales[0], x_D.unsqueeze(0))[0].split(self._F)
+            out_D.copy_(self._widened(down, scales[1], F.silu(gate).mul_(up).unsqueeze(0))[0])
 
     def many(self, buffer: int, x_nD: Tensor) -> Tensor:
         """SwiGLU of n tokens, (n, D)."""
-        gate_up, down = self._matrices(buffer)
-        scales = self._views[buffer][2]
-        pre = x_nD @ gate_up.t()
-        if scales:
-            pre.mul_(scales[0])
-        gate, up = pre.split(self._F, dim=1)
-        y = F.silu(gate).mul_(up) @ down.t()
-        return y.mul_(scales[1]) if scales else y
+        gate_up, down, *scales = self._views[buffer]
+        times = (lambda matrix, _, x: x @ matrix.t()) if self._plain else self._widened
+        gate, up = times(gate_up, scales[0], x_nD).split(self._F, dim=1)
+        return times(down, scales[1], F.silu(gate).mul_(up))
+
+    def _widened(self, matrix_AB: Tensor, scale_A: Tensor | None, x_nB: Tensor) -> Tensor:
+        """x times the transposed matrix, (n, A), a few rows of the matrix in float32 at a time."""
+        A, B = matrix_AB.shape
+        out_nA = torch.empty(len(x_nB), A)
+        rows = max(1, ROOM // B)
+        for first in range(0, A, rows):
+            part = matrix_AB[first : first + rows]
+            wide = self._room[: part.numel()].view(part.shape).copy_(part)
+            if len(x_nB) == 1:
+                torch.mv(wide, x_nB[0], out=out_nA[0, first : first + rows])
+            else:
+                out_nA[:, first : first + rows] = x_nB @ wide.t()
+        return out_nA if scale_A is None else out_nA.mul_(scale_A)
