@@ -244,3 +244,36 @@ def test_an_empty_slot_is_never_expert_0():
     with opened(h.folder, cache=Cache(slots=2)) as engine:
         engine.generate(h.prompts[:1], max_new_tokens=1)
         assert engine.summary().hits == count(h.trace.passes(0, 1), Cache(slots=2)).hits == 0
+
+
+def test_a_router_that_gives_nan_is_told_and_chooses_nobody():
+    """colibri#563."""
+    import torch
+
+    h = house()
+    with opened(h.folder) as engine:
+        router = engine._resident.routers[2].clone()
+        engine._resident.routers[2][:] = torch.nan
+        with pytest.raises(EngineError, match="router of layer 2: token 0 of the pass has NaN scores, so no expert can be chosen"):
+            generated(engine)
+        engine._resident.routers[2][:] = router
+        assert sound(engine)
+
+
+def test_a_set_that_is_left_half_computed_does_no_harm():
+    """An interrupt between two experts of a set: the reads that were under way are waited for before the next set is looked up."""
+    h = house()
+    with opened(h.folder, cache=Cache(slots=2), lanes=2) as engine:
+        one, calls = engine._blocks.many, []
+
+        def interrupted(*arguments):
+            calls.append(1)
+            if len(calls) in (3, 11, 40):
+                raise KeyboardInterrupt
+            return one(*arguments)
+
+        engine._blocks.many = interrupted
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                generated(engine)
+        assert sound(engine)

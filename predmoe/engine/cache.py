@@ -69,7 +69,7 @@ class ExpertCache:
         self._jobs: SimpleQueue = SimpleQueue()
         self._arrived: SimpleQueue = SimpleQueue()
         self._set = 0                          # number of the current set: what arrives for one that was given up is ignored
-        self._given_up = False
+        self._unfinished = False               # not all of the current set has been handed over
         self.stalled = 0.0                     # seconds in which the decoder waited for the disk
         self._threads = [threading.Thread(target=self._work, name=f"reader {i}", daemon=True) for i in range(lanes)]
         for thread in self._threads:
@@ -86,9 +86,9 @@ class ExpertCache:
 
     def ask(self, s: int, layer: int) -> None:
         """The router of `layer` has chosen in pass `s` (`control.routing` has it): demand what is missing and make room."""
-        if self._given_up:   # reads of a set that was given up may still be under way
+        if self._unfinished:   # a set was given up: what its reads bring counts as resident, so they have to be over
             self.quiet()
-            self._given_up = False
+        self._unfinished = True
         with self._lock:
             self.control.asked(s, layer)
             own = self.control.own
@@ -106,24 +106,25 @@ class ExpertCache:
     def members(self) -> Iterator[tuple[int, int]]:
         """(key, buffer) of each expert of the current set, those in memory first, then as they arrive. A buffer may be used until the
         next one is taken. Raises ReadError where one cannot be had: the set is given up, the cache is as it was without it."""
-        holder, after = self.control.own.holder, self.control.r.after
+        holder = self.control.own.holder
         with self._lock:   # a demand may have arrived already; it is also announced
             ready = [(key, int(holder[key])) for key in self._members if holder[key] >= 0]
         taken = {key for key, _ in ready}
         for key, buffer in ready:
             yield key, buffer
-            if self._outside and after[key] < 0:
-                self._release(key)
+            self._used(key)
         for _ in range(self._waiting):
             key, buffer, fault = self._next()
             if fault is not None:
                 self._abandon()
                 raise fault
-            if key in taken:
-                continue
-            yield key, buffer
-            if self._outside and after[key] < 0:
-                self._release(key)
+            if key not in taken:
+                taken.add(key)
+                yield key, buffer
+                self._used(key)
+        if len(taken) != len(self._members):
+            raise EngineError(f"{len(taken)} experts of {len(self._members)} were handed over: the cache's bookkeeping is wrong")
+        self._unfinished = False
 
     def empty(self) -> None:
         """Forget all but the pinned experts, and the queued guesses."""
@@ -161,12 +162,13 @@ class ExpertCache:
             held = int((self.control.own.holder >= 0).sum())
             return self.buffers.count - len(self._free) - held - len(self._flight)
 
-    def close(self) -> None:
-        """End the threads; a read that hangs is left to the process's end."""
+    def close(self) -> bool:
+        """End the threads; returns whether all have ended: a read that hangs is left to the process's end."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(timeout=1.0)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _next(self) -> tuple[int, int, Exception | None]:
         began = time.perf_counter()
@@ -181,7 +183,10 @@ class ExpertCache:
                 self.stalled += time.perf_counter() - began
                 return tuple(arrival)
 
-    def _release(self, key: int) -> None:
+    def _used(self, key: int) -> None:
+        """A member has been computed: where it has no place in the cache, its buffer is free."""
+        if not self._outside or self.control.r.after[key] >= 0:
+            return
         with self._lock:
             holder = self.control.own.holder
             self._free.append(int(holder[key]))
@@ -189,7 +194,6 @@ class ExpertCache:
             self._place()
 
     def _abandon(self) -> None:
-        self._given_up = True
         with self._lock:
             self._set += 1
             self.control.abandoned()

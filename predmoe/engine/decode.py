@@ -141,8 +141,8 @@ class Engine:
         return self._file
 
     def close(self) -> None:
-        self.experts.close()
-        self._file.close()
+        if self.experts.close():   # else a thread still reads from it
+            self._file.close()
 
     def __enter__(self) -> Engine:
         return self

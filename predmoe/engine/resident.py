@@ -15,6 +15,7 @@ from ..config import ConfigError, ModelConfig
 from ..kernels import rotary
 from ..model import Layer, dense_entries
 from .layout import HEADS, RESIDENT, Manifest
+from .storage import EngineError
 
 
 class Resident:
@@ -64,7 +65,7 @@ class Resident:
         return F.rms_norm(x_ND, (self.config.hidden_size,), self._moe_norm[layer], self.config.rms_norm_eps)
 
     def route(self, layer: int, source_ND: Tensor, tokens_N: Tensor) -> tuple[np.ndarray, Tensor]:
-        """Chosen experts (N, K), best first, equal probabilities by lower id, and their gate weights. Raises ValueError where a router row is NaN."""
+        """Chosen experts (N, K), best first, equal probabilities by lower id, and their gate weights. Raises EngineError where a router row is NaN."""
         config = self.config
         probs_NE = F.linear(source_ND, self._router[layer]).softmax(dim=1)
         if self._hash is not None:
@@ -81,9 +82,9 @@ class Resident:
 
 
 def best(scores_NE: np.ndarray, k: int, what: str) -> np.ndarray:
-    """Ids of the k largest scores of each row, largest first, equal scores by lower id. Raises ValueError where a score is NaN."""
+    """Ids of the k largest scores of each row, largest first, equal scores by lower id. Raises EngineError where a score is NaN."""
     if np.isnan(scores_NE).any():
-        raise ValueError(f"{what}: token {int(np.isnan(scores_NE).any(1).argmax())} of the pass has NaN scores, so no expert can be chosen")
+        raise EngineError(f"{what}: token {int(np.isnan(scores_NE).any(1).argmax())} of the pass has NaN scores, so no expert can be chosen")
     return np.argsort(-scores_NE, axis=1, kind="stable")[:, :k]
 
 
