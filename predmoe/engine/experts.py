@@ -37,17 +37,17 @@ class Blocks:
         """SwiGLU of one token, written to `out_D`."""
         gate_up, down, *scales = self._views[buffer]
         if self._plain:
-            gate, up = torch.mv(gate_up, x_D).split(self._F)
+            gate, up = torch.mv(gate_up, x_D).view(2, self._F).unbind()
             torch.mv(down, F.silu(gate).mul_(up), out=out_D)
         else:
-            gate, up = self._widened(gate_up, scales[0], x_D.unsqueeze(0))[0].split(self._F)
+            gate, up = self._widened(gate_up, scales[0], x_D.unsqueeze(0)).view(2, self._F).unbind()
             out_D.copy_(self._widened(down, scales[1], F.silu(gate).mul_(up).unsqueeze(0))[0])
 
     def many(self, buffer: int, x_nD: Tensor) -> Tensor:
         """SwiGLU of n tokens, (n, D)."""
         gate_up, down, *scales = self._views[buffer]
         times = (lambda matrix, _, x: x @ matrix.t()) if self._plain else self._widened
-        gate, up = times(gate_up, scales[0], x_nD).split(self._F, dim=1)
+        gate, up = times(gate_up, scales[0], x_nD).view(-1, 2, self._F).unbind(1)
         return times(down, scales[1], F.silu(gate).mul_(up))
 
     def _widened(self, matrix_AB: Tensor, scale_A: Tensor | None, x_nB: Tensor) -> Tensor:

@@ -27,11 +27,13 @@ class Resident:
         self.embed, self.norm, self.head = weights["embed.weight"], weights["norm.weight"].float(), weights["head.weight"].float()
         part = lambda name: [weights.pop(f"layers.{i}.{name}.weight").float() for i in range(config.num_layers)]  # noqa: E731
         self._attention_norm, self._moe_norm, self._router = part("attention_norm"), part("moe_norm"), part("router")
-        self._qkv, self._q_norm, self._k_norm, self._out = (part(f"attention.{name}") for name in ("qkv", "q_norm", "k_norm", "out"))
+        self._qkv, q_norm, k_norm, self._out = (part(f"attention.{name}") for name in ("qkv", "q_norm", "k_norm", "out"))
+        self._qk_norm = [torch.stack(pair) for pair in zip(q_norm, k_norm)]
         self.routers = self._router   # the next layer's router is a predictor, too
         head_size = config.hidden_size // config.num_heads
         self._cos, self._sin = rotary(config.context, 1, head_size, config.rope_theta)
-        self._half = head_size // 2
+        self._nothing = torch.zeros(1, 1, 1)
+        self._half, self._scale = head_size // 2, head_size**-0.5
         self._hash = [Layer(config, i).hash_VK for i in range(config.num_layers)] if config.routing == "hash" else None
 
     def embedded(self, tokens_N: Tensor) -> Tensor:
@@ -39,30 +41,33 @@ class Resident:
 
     def attend(self, layer: int, x_ND: Tensor, places: list[tuple[KeyValues, int]]) -> Tensor:
         """x + attention(norm(x)): `places` has each sequence's cache and how many of the pass's tokens are its own, in order."""
-        config = self.config
-        D, H = config.hidden_size, config.num_heads
-        qkv = F.linear(F.rms_norm(x_ND, (D,), self._attention_norm[layer], config.rms_norm_eps), self._qkv[layer])
-        q, k, v = qkv.split(D, dim=1)
-        q = F.rms_norm(q, (D,), self._q_norm[layer], config.rms_norm_eps).view(-1, H, D // H)
-        k = F.rms_norm(k, (D,), self._k_norm[layer], config.rms_norm_eps).view(-1, H, D // H)
-        v = v.view(-1, H, D // H)
+        N, D = x_ND.shape
+        H = self.config.num_heads
+        qkv_N3D = F.linear(_norm(x_ND, self._attention_norm[layer], self.config.rms_norm_eps), self._qkv[layer]).view(N, 3, D)
+        qk = _norm(qkv_N3D[:, :2], self._qk_norm[layer], self.config.rms_norm_eps).view(N, 2 * H, D // H)
+        v = qkv_N3D[:, 2].view(N, H, D // H)
         if len(places) == 1:
-            y_ND = self._attend_one(layer, q, k, v, places[0][0])
+            y_ND = self._attend_one(layer, qk, v, places[0][0])
         else:
             sizes = [n for _, n in places]
-            parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), places)
-            y_ND = torch.cat([self._attend_one(layer, *qkv, cache) for *qkv, (cache, _) in parts])
+            y_ND = torch.cat([self._attend_one(layer, *part, cache) for *part, (cache, _) in zip(qk.split(sizes), v.split(sizes), places)])
         return torch.addmm(x_ND, y_ND, self._out[layer].t())
 
-    def _attend_one(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cache: KeyValues) -> Tensor:
-        n, first = q.shape[0], cache.length
-        cos, sin = self._cos[first : first + n], self._sin[first : first + n]
-        keys, values = cache.add(layer, _rotated(k, cos, sin, self._half), v)
-        y = F.scaled_dot_product_attention(_rotated(q, cos, sin, self._half).transpose(0, 1), keys, values, is_causal=n > 1)   # n > 1 only where the cache was empty
-        return y.transpose(0, 1).reshape(n, -1)
+    def _attend_one(self, layer: int, qk: Tensor, v: Tensor, cache: KeyValues) -> Tensor:
+        """qk (n, 2H, C) and v (n, H, C) of one sequence's tokens; returns (n, D)."""
+        n, H, C = v.shape
+        first = cache.length
+        # `kernels.rotate` without its backward pass, queries and keys at once
+        qk = (qk * self._cos[first : first + n]).addcmul_(qk.roll(self._half, -1), self._sin[first : first + n])
+        keys, values = cache.add(layer, qk[:, H:], v)
+        if n > 1:   # a prompt, whose cache was empty
+            y = F.scaled_dot_product_attention(qk[:, :H].transpose(0, 1), keys, values, is_causal=True)
+            return y.transpose(0, 1).reshape(n, -1)
+        scores_HT1 = torch.baddbmm(self._nothing, keys, qk[0, :H].unsqueeze(2), beta=0, alpha=self._scale)   # two products: cheaper than the fused kernel for one query
+        return torch.bmm(scores_HT1.softmax(1).transpose(1, 2), values).view(1, H * C)
 
     def moe_input(self, layer: int, x_ND: Tensor) -> Tensor:
-        return F.rms_norm(x_ND, (self.config.hidden_size,), self._moe_norm[layer], self.config.rms_norm_eps)
+        return _norm(x_ND, self._moe_norm[layer], self.config.rms_norm_eps)
 
     def route(self, layer: int, source_ND: Tensor, tokens_N: Tensor) -> tuple[np.ndarray, Tensor]:
         """Chosen experts (N, K), best first, equal probabilities by lower id, and their gate weights. Raises EngineError where a router row is NaN."""
@@ -78,7 +83,7 @@ class Resident:
         return ids.numpy(), gates_NK
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        return F.linear(F.rms_norm(x_ND, (self.config.hidden_size,), self.norm, self.config.rms_norm_eps), self.head)
+        return F.linear(_norm(x_ND, self.norm, self.config.rms_norm_eps), self.head)
 
 
 def best(scores_NE: np.ndarray, k: int, what: str) -> np.ndarray:
@@ -88,25 +93,26 @@ def best(scores_NE: np.ndarray, k: int, what: str) -> np.ndarray:
     return np.argsort(-scores_NE, axis=1, kind="stable")[:, :k]
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, half: int) -> Tensor:
-    """`kernels.rotate` without its backward pass."""
-    return (x * cos).addcmul_(x.roll(half, -1), sin)
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last axis: `kernels.rms_norm` without its backward pass (torch's own is a composite of more operations)."""
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * weight).mul_(scale)
 
 
 class KeyValues:
     """Keys and values of one sequence, for every layer, with room for `capacity` tokens."""
 
     def __init__(self, config: ModelConfig, capacity: int):
-        shape = (config.num_layers, config.num_heads, capacity, config.hidden_size // config.num_heads)
-        self._keys, self._values = torch.empty(shape), torch.empty(shape)
+        shape = (capacity, config.num_heads, config.hidden_size // config.num_heads)
+        self._keys, self._values = ([torch.empty(shape) for _ in range(config.num_layers)] for _ in range(2))
         self.length = 0   # tokens of the passes that are over
 
     def add(self, layer: int, k_nHC: Tensor, v_nHC: Tensor) -> tuple[Tensor, Tensor]:
         """Write the tokens of this pass; returns all keys and values of the layer, (H, T, C)."""
-        end = self.length + k_nHC.shape[0]
-        self._keys[layer, :, self.length : end] = k_nHC.transpose(0, 1)
-        self._values[layer, :, self.length : end] = v_nHC.transpose(0, 1)
-        return self._keys[layer, :, :end], self._values[layer, :, :end]
+        keys, values, end = self._keys[layer], self._values[layer], self.length + k_nHC.shape[0]
+        keys[self.length : end] = k_nHC
+        values[self.length : end] = v_nHC
+        return keys[:end].transpose(0, 1), values[:end].transpose(0, 1)
 
 
 def _load(path: Path, names) -> dict[str, Tensor]:
