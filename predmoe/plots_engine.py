@@ -32,7 +32,7 @@ def race(rows: pd.DataFrame) -> Figure:
             at = [i for i, share in enumerate(shares) if share in set(part.share)]
             means = [_point(ax, i + x, part[part.share == shares[i]].tok_s, look, small=True) for i in at]
             ax.plot(np.array(at) + x, means, color=look["color"], linewidth=1, zorder=2)
-        ax.set(title=f"{arm} model", xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache")
+        ax.set(title=f"{arm} model", xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache", xlim=(-0.5, len(shares) - 0.5))
         ax.grid(axis="x", visible=False)
     axes[0].set_ylabel("decoding, tok/s")
     handles = [Line2D([], [], **look, linewidth=1, label=ARMS[name]) for name, look in looks.items()] + [Line2D([], [], **SEED, markeredgecolor="#555555", label="one prompt")]
@@ -42,7 +42,7 @@ def race(rows: pd.DataFrame) -> Figure:
 
 @_styled
 def prediction(table: pd.DataFrame) -> Figure:
-    """Columns source, tok_s, sim_tok_s, hit_rate, read_bytes, sim_read_bytes. One point per cell: simulated against measured, and the error by source."""
+    """Columns source, tok_s, sim_tok_s, hit_rate, read_bytes, sim_read_bytes. One point per cell: simulated against measured, and the error by source (dotted: 5%)."""
     looks = _sources(table)
     figure = Figure(figsize=(8.6, 3.6))
     left, right = figure.subplots(1, 2)
@@ -56,7 +56,7 @@ def prediction(table: pd.DataFrame) -> Figure:
     right.axvline(0, color="#555555", linewidth=1)
     for edge in (-5, 5):
         right.axvline(edge, color="#999999", linewidth=1, linestyle=":")
-    right.set(xlabel="simulated against measured tok/s (%); dotted: 5%", yticks=range(len(looks)), yticklabels=[ARMS[name] for name in looks])
+    right.set(xlabel="error of the simulated tok/s (%)", yticks=range(len(looks)), yticklabels=[ARMS[name] for name in looks])
     right.invert_yaxis()
     right.grid(axis="y", visible=False)
     handles = [Line2D([], [], linestyle="none", markerfacecolor="white", label=ARMS[name], **look) for name, look in looks.items()]
@@ -75,9 +75,9 @@ def roofline(table: pd.DataFrame) -> Figure:
         for i, share in enumerate(shares):
             part = table[(table.source == source) & (table.share == share)]
             if len(part):
-                _point(ax, i + x, part.over_bound, look, interval=False)
+                _point(ax, i + x, part.over_bound, look, interval=False, small=True)
     ax.axhline(1, color="#555555", linewidth=1)
-    ax.set(xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache", ylabel="time per token over its bound", ylim=(0, None))
+    ax.set(xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache", ylabel="time per token over its bound", ylim=(0, None), xlim=(-0.5, len(shares) - 0.5))
     ax.grid(axis="x", visible=False)
     handles = [Line2D([], [], linestyle="none", label=ARMS[name], **look) for name, look in looks.items()] + [Line2D([], [], **SEED, markeredgecolor="#555555", label="one model")]
     figure.legend(handles=handles, loc="outside upper center", ncols=3)

@@ -61,7 +61,7 @@ def measured(store, item, *, train=120.0, posthoc=24.0):
 def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_path):
     items = plan.plan("smoke", store=tmp_path)
     assert len({item.run.hash for item in items}) == len(items) == 11
-    assert items[0].notebooks == ("01_mechanism", "02_horizons", "03_dose") and ("02_horizons",) in [item.notebooks for item in items]
+    assert items[0].notebooks == ("01_mechanism", "02_horizons", "03_dose", "11_engine") and ("02_horizons",) in [item.notebooks for item in items]
     assert all(item.state == "missing" and item.seconds is None for item in items)
     assert "11 of 11 runs are missing; about unknown hours" in plan.tell(items, 2)
 
