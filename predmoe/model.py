@@ -223,26 +223,39 @@ def to_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
     return {name: tensor.detach().contiguous() for name, tensor in out.items()}
 
 
-def from_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `to_olmoe`; a missing or surplus entry is a ConfigError that names it."""
-    used = set()
-
-    def get(name):
-        used.add(name)
-        if name not in state:
-            raise ConfigError(f"the checkpoint has no {name}: it is not an OLMoE checkpoint of {config.num_layers} layers and {config.num_experts} experts")
-        return state[name]
-
-    out = {ours: get(theirs) for ours, theirs in _TOP.items()}
+def dense_entries(config: ModelConfig) -> dict[str, list[str]]:
+    """Our name of each tensor outside the experts -> the checkpoint's entries that it is made of, joined along their rows."""
+    out = {ours: [theirs] for ours, theirs in _TOP.items()}
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        out |= {ours + a: get(theirs + b) for a, b in _PLAIN.items()}
-        out[ours + "attention.qkv.weight"] = torch.cat([get(f"{theirs}self_attn.{n}_proj.weight") for n in "qkv"])
-        expert = lambda e, n: get(f"{theirs}mlp.experts.{e}.{n}_proj.weight")  # noqa: E731
-        out[ours + "experts.gate_up"] = torch.stack([torch.cat([expert(e, "gate"), expert(e, "up")]) for e in range(config.num_experts)])
-        out[ours + "experts.down"] = torch.stack([expert(e, "down") for e in range(config.num_experts)])
-    if surplus := sorted(set(state) - used):
+        out |= {ours + a: [theirs + b] for a, b in _PLAIN.items()}
+        out[ours + "attention.qkv.weight"] = [f"{theirs}self_attn.{n}_proj.weight" for n in "qkv"]
+    return out
+
+
+def expert_entries(layer: int, expert: int) -> tuple[str, str, str]:
+    """The checkpoint's entries of one expert: gate, up and down projection."""
+    return tuple(f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+
+def check_entries(names, config: ModelConfig) -> None:
+    """Raise a ConfigError that names a missing or surplus entry, unless `names` are those of an OLMoE checkpoint of this shape."""
+    known = {name for entries in dense_entries(config).values() for name in entries}
+    known |= {name for i in range(config.num_layers) for e in range(config.num_experts) for name in expert_entries(i, e)}
+    if missing := sorted(known - set(names)):
+        raise ConfigError(f"the checkpoint has no {missing[0]}: it is not an OLMoE checkpoint of {config.num_layers} layers and {config.num_experts} experts")
+    if surplus := sorted(set(names) - known):
         raise ConfigError(f"the checkpoint has {surplus[0]}, which a model of {config.num_layers} layers and {config.num_experts} experts has not")
+
+
+def from_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse of `to_olmoe`; a missing or surplus entry is a ConfigError that names it."""
+    check_entries(state, config)
+    out = {ours: state[entries[0]] if len(entries) == 1 else torch.cat([state[name] for name in entries]) for ours, entries in dense_entries(config).items()}
+    for i in range(config.num_layers):
+        gates, ups, downs = zip(*([state[name] for name in expert_entries(i, e)] for e in range(config.num_experts)))
+        out[f"layers.{i}.experts.gate_up"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups)])
+        out[f"layers.{i}.experts.down"] = torch.stack(downs)
     return out
 
 
@@ -335,31 +348,38 @@ def _read_json(source: Path) -> dict:
         raise ConfigError(f"{source} is damaged, it is not JSON: {error}") from None
 
 
-def load_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> MoEModel:
-    """The model in an OLMoE folder (one safetensors file or shards with an index).
-
-    Raises ConfigError where files are missing or damaged, the format is another, or `expected` differs from what is stored.
-    """
+def find_checkpoint(folder: str | Path) -> tuple[ModelConfig, list[Path]]:
+    """What the OLMoE checkpoint in `folder` is, and its safetensors files (one, or shards with an index). Raises ConfigError where it is none or incomplete."""
     folder = Path(folder)
     source = folder / "config.json"
     if not source.is_file():
         raise ConfigError(f"{folder} holds no config.json: it is not a checkpoint")
     config = model_config(_read_json(source), str(source))
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / names[0]).is_file():  # transformers takes the single file first, too
+        names = sorted(set(_read_json(index)["weight_map"].values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete")
+    return config, [folder / name for name in names]
+
+
+def load_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> MoEModel:
+    """The model in an OLMoE folder (one safetensors file or shards with an index).
+
+    Raises ConfigError where files are missing or damaged, the format is another, or `expected` differs from what is stored.
+    """
+    config, files = find_checkpoint(folder)
     if expected is not None and config != expected:
         a, b = to_dict(config), to_dict(expected)
         differing = ", ".join(f"{n}={a[n]} (wanted {b[n]})" for n in a if a[n] != b[n])
         raise ConfigError(f"{folder} is a checkpoint of another shape: {differing}")
-    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / names[0]).is_file():  # transformers takes the single file first, too
-        names = sorted(set(_read_json(index)["weight_map"].values()))
     state: dict[str, Tensor] = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete")
+    for file in files:
         try:
-            state |= load_file(folder / name)
+            state |= load_file(file)
         except SafetensorError as error:
-            raise ConfigError(f"{folder / name} is damaged: {error}") from None
+            raise ConfigError(f"{file} is damaged: {error}") from None
     model = MoEModel(config)
     ours = {name: tensor.float() for name, tensor in from_olmoe(state, config).items()}
     for name, parameter in model.state_dict().items():

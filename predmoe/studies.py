@@ -105,7 +105,7 @@ def dose(p: Mapping) -> dict[str, Pairs]:
 
 
 def pair(p: Mapping) -> dict[str, Pairs]:
-    """04_isolation, 06_seeds: baseline and joint, on all seeds."""
+    """04_isolation, 06_seeds, 11_engine: baseline and joint, on all seeds."""
     return {"models": run_configs({"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"]}}, p["seeds"], **_shared(p))}
 
 
@@ -192,6 +192,7 @@ STUDIES: dict[str, tuple[Callable[[Mapping], dict[str, Pairs]], ...]] = {
     "06_seeds": (pair,),
     "07_controls": (controls,),
     "09_longer_training": (longer,),
+    "11_engine": (pair,),
     "14_ranking_seeds": (ranking_seeds,),
     "15_frontier": (frontier,),
 }

@@ -23,7 +23,7 @@ def code(path):
 # --- as documents ----------------------------------------------------------------------------------------------------
 
 def test_the_first_notebooks_are_there():
-    assert {"00_report", "01_mechanism", "02_horizons", "04_isolation", "05_cache_simulation", "06_seeds", "08_latency_sensitivity", "14_ranking_seeds"} <= {path.stem for path in NOTEBOOKS}
+    assert {"00_report", "01_mechanism", "02_horizons", "04_isolation", "05_cache_simulation", "06_seeds", "08_latency_sensitivity", "11_engine", "14_ranking_seeds"} <= {path.stem for path in NOTEBOOKS}
 
 
 @notebooks
@@ -112,6 +112,10 @@ TINY = {
 }  # fmt: skip
 
 
+# The engine on the models that 02 has trained.
+ENGINE = TINY | {"shares": [0.4], "per_domain": 1, "prompt": 6, "new_tokens": 3, "exact_policies": ["lru"], "exact_horizons": [1], "disk_reads": 8, "peers": []}
+
+
 # Simulations, as small as they go.
 SMALL = {
     "05_cache_simulation": {"seeds": [0], "model_seeds": [0], "tokens": 24, "warmup": 8, "lengths": [4, 8], "model_shares": [0.5], "curve_shares": [0.5],
@@ -149,7 +153,7 @@ def test_a_simulation_runs_in_a_fresh_clone_and_says_what_was_not_there(simulate
 
 # In order: what needs no other models than 01's and 02's costs no training.
 TRAINED = {
-    "01_mechanism": TINY, "02_horizons": TINY, "04_isolation": TINY, "06_seeds": TINY | {"most_seeds": 4},
+    "01_mechanism": TINY, "02_horizons": TINY, "04_isolation": TINY, "06_seeds": TINY | {"most_seeds": 4}, "11_engine": ENGINE,
     "14_ranking_seeds": TINY | {"sizes": [{"name": "d = 32", "seeds": 1, "model": {"hidden_size": 32, "expert_size": 32}}], "experts": []},
     "00_report": {},
 }  # fmt: skip

@@ -62,7 +62,7 @@ def replay(routing, guesses, times, p, r, q, spans, members, candidates, seen, c
     for s in range(len(routing.starts) - 1):
         q.at[dq.PASS] = s
         if routing.fresh[s]:
-            _empty(q, r, p)
+            empty(q, r, p)
         begin, end = routing.starts[s], routing.starts[s + 1]
         extra = 1.0 + times.extra_token * (end - begin - 1)
         spans[s, 0] = q.clock[0]
@@ -70,9 +70,9 @@ def replay(routing, guesses, times, p, r, q, spans, members, candidates, seen, c
             _compute(q, r, p, dq.ATTENTION, times.attention[layer] * extra, event, layer - 1 if layer else L - 1, layer)
             event = np.int64(s) * L + layer
             count, pairs = res.gather(routing.experts_NLK, begin, end, layer, E, r.mark, event, members)
-            waiting = _ask(q, r, p, routing, members, count, layer, s, event, cursor)
+            waiting = ask(q, r, p, routing, members, count, layer, s, event, cursor)
             if len(guesses.horizons):
-                _foretell(q, r, p, routing, guesses, s, layer, seen, candidates)
+                foretell(q, r, p, routing, guesses, s, layer, seen, candidates)
             dq.start(q, r, p)
             work = times.expert[layer] * (count + times.extra_token * (pairs - count))
             shared = times.shared[layer] * extra
@@ -98,7 +98,7 @@ def _compute(q, r, p, kind, duration, event, current, layer):
 
 
 @compiled
-def _ask(q, r, p, routing, members, count, layer, s, event, cursor):
+def ask(q, r, p, routing, members, count, layer, s, event, cursor):
     """The router has spoken: what is resident is used, the rest is demanded, and room is made. Returns how many are awaited."""
     group = layer if len(r.used) > 1 else 0
     head = len(r.layer) + group
@@ -131,7 +131,7 @@ def _ask(q, r, p, routing, members, count, layer, s, event, cursor):
 
 
 @compiled
-def _foretell(q, r, p, routing, guesses, s, layer, seen, candidates):
+def foretell(q, r, p, routing, guesses, s, layer, seen, candidates):
     """Queue the guesses of every horizon, nearest first; drop queued ones that have expired or been superseded."""
     L = routing.experts_NLK.shape[1]
     E = p.num_experts
@@ -207,7 +207,7 @@ def _overlapped(q, r, p, waiting, count, each, shared, event, layer):
 
 
 @compiled
-def _empty(q, r, p):
+def empty(q, r, p):
     """Forget everything but the pinned experts and the reads that have started."""
     for group in range(len(r.used)):
         flush(r, p.policy, len(r.layer) + group, group)

@@ -62,7 +62,7 @@ def replay(trace: Trace, cache: Cache, disk: Disk, *, compute: Compute = Compute
         if q.at[dq.RECORDED] <= room:
             break
         room = int(q.at[dq.RECORDED])
-    ledger = _ledger(q, r)
+    ledger = ledger_of(q, r)
     ledger.check()
     if prefetch is not None and not ledger.issued:
         why = f"; the guard {prefetch.guard!r} held back {ledger.held_back}" if ledger.held_back else ""
@@ -146,7 +146,7 @@ def _first_token(trace: Trace, spans: np.ndarray, warmup: int) -> np.ndarray:
     return spans[last[fresh], 1] - spans[first[fresh], 0]
 
 
-def _ledger(q: dq.Queue, r: res.Residency) -> Ledger:
+def ledger_of(q: dq.Queue, r: res.Residency) -> Ledger:
     left = np.flatnonzero(r.guess == res.COUNTED)
     cached = r.after[left] >= 0
     done = q.ledger

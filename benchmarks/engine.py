@@ -1,0 +1,175 @@
+"""How fast the engine is, as ratios within one run: `python benchmarks/engine.py PART`. Models have random weights, since speed does not ask what they say.
+
+    peers   decoding with every expert in memory against transformers' generate, and with a quarter of them against accelerate's disk offload
+    bound   time per token over the larger of computing alone and bytes at the disk's best bandwidth: without prefetch, next layer's router, oracle
+    large   a model of OLMoE-1B-7B's shape (13.8 GB in bf16, written in a stream, removed at the end): peak memory, speed, bytes
+    soak    many tokens with a cache of one top-k set: memory, ledger, threads
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from steps import arguments, markdown, write
+
+from predmoe import config, engine_study, peers
+from predmoe.config import ModelConfig
+from predmoe.engine import Engine, export
+from predmoe.engine.machine import measure_disk
+from predmoe.engine.summary import peak_resident_bytes
+from predmoe.model import MoEModel, dense_entries, expert_entries, save_checkpoint
+from predmoe.simulator import Cache, Prefetch
+
+SIZES = {
+    "tiny": dict(vocab_size=256, hidden_size=32, num_layers=3, num_heads=2, expert_size=32, num_experts=8, top_k=2, context=64),
+    "cpu": dict(vars(config.TIERS["cpu"].model)),
+    "wide": dict(vars(config.TIERS["cpu"].model)) | {"hidden_size": 512, "expert_size": 512, "num_heads": 4},
+    "b": dict(vars(config.TIERS["b"].model)),
+}  # fmt: skip
+OLMOE = dict(vocab_size=50304, hidden_size=2048, num_layers=16, num_heads=16, expert_size=1024, num_experts=64, top_k=8, context=4096, norm_topk_prob=False)
+
+
+class RandomModel:
+    """A source for `export` that makes each tensor when it is asked for: normal(0, 0.02) in bf16, norms at one."""
+
+    def __init__(self, shape: ModelConfig):
+        self.config = shape
+        D, E, F, V = shape.hidden_size, shape.num_experts, shape.expert_size, shape.vocab_size
+        self._shapes = {}
+        for ours, entries in dense_entries(shape).items():
+            kind = ours.split(".", 2)[-1] if ours.startswith("layers.") else ours
+            size = {"embed.weight": (V, D), "head.weight": (V, D), "router.weight": (E, D), "attention.qkv.weight": (D, D), "attention.out.weight": (D, D)}.get(kind, (D,))
+            self._shapes |= dict.fromkeys(entries, size)
+        for layer in range(shape.num_layers):
+            for expert in range(E):
+                self._shapes |= dict(zip(expert_entries(layer, expert), ((F, D), (F, D), (D, F))))
+
+    def names(self):
+        return self._shapes
+
+    def get(self, name: str) -> torch.Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+
+
+def made(shape: dict, folder: Path) -> tuple[Path, Path]:
+    """(checkpoint, its float32 export) of a model with random weights."""
+    model = MoEModel(ModelConfig(**shape)).initialise(0)
+    checkpoint = save_checkpoint(model, folder / "checkpoint")
+    export(checkpoint, folder / "out", dtype="float32")
+    return checkpoint, folder / "out"
+
+
+def prompts_of(shape: dict, count: int, tokens: int) -> list[list[int]]:
+    return np.random.default_rng(0).integers(0, shape["vocab_size"], (count, tokens)).tolist()
+
+
+def run_peers(options, folder: Path) -> tuple[dict, list[dict]]:
+    shape = SIZES[options.size]
+    checkpoint, out = made(shape, folder)
+    table = peers.compare(peers.KINDS, checkpoint, out, prompts_of(shape, options.prompts, 8), new_tokens=options.tokens, share=0.25, threads=options.threads, rounds=options.rounds)
+    at = table.groupby("kind", sort=False)[["tok_s", "ttft_ms", "peak_mb"]].median()
+    against = {"engine": "transformers", "engine-disk": "offload"}
+    words = {"transformers": "transformers, generate, all in memory", "offload": "transformers, experts on disk (accelerate)", "engine": "engine, all experts in memory", "engine-disk": "engine, a quarter of them in memory"}
+    rows = [{f"decoding, {options.size}, {options.threads} thread(s)": words[kind], "tok/s": f"{line.tok_s:,.1f}", "first token": f"{line.ttft_ms:,.1f} ms", "peak memory": f"{line.peak_mb:,.0f} MB",
+             "ratio": f"{line.tok_s / at.tok_s[against[kind]]:.2f}x {against[kind]}" if kind in against else ""} for kind, line in at.iterrows()]  # fmt: skip
+    return {"rounds": table.to_dict("records")}, rows
+
+
+def run_bound(options, folder: Path) -> tuple[dict, list[dict]]:
+    shape = SIZES[options.size]
+    _, out = made(shape, folder)
+    prompts, g = prompts_of(shape, options.prompts, 8), engine_study.Generation(new_tokens=options.tokens, horizon=1, budget=0, lanes=4)
+    disk, _ = measure_disk(out, lanes=g.lanes, reads=options.reads)
+    key, sources = ("random", 0), {"random": ["demand", "next_router", "oracle"]}
+    futures = {key: engine_study.record(out, prompts, g, sources=sources["random"], source_text="random prompts")}
+    table = engine_study.cells(engine_study.race({key: out}, futures, prompts, g, sources=sources, shares=[0.125, 0.25, 0.5]))
+    times = engine_study.computes({key: out}, prompts, g, sources=sources)
+    found = engine_study.predicted(table, futures, disk, times, g)
+    rows = [{f"against the bound, {options.size}": f"{line.source}, {line.share:.1%} of the experts", "tok/s": f"{line.tok_s:,.1f}", "computing alone": f"{line.compute_ms:.2f} ms",
+             "bound": f"{line.bound_ms:.2f} ms", "time over bound": f"{line.over_bound:.2f}", "simulated tok/s": f"{line.error_tok_s:+.1%}"} for line in found.itertuples()]  # fmt: skip
+    return {"cells": found.to_dict("records"), "disk": {"latency_ms": disk.latency_ms, "gb_per_s": disk.table}}, rows
+
+
+def run_large(options, folder: Path) -> tuple[dict, list[dict]]:
+    """The export runs in a process of its own, so that only the engine's memory counts here."""
+    shape = OLMOE if options.size != "tiny" else SIZES["tiny"]
+    subprocess.run([sys.executable, __file__, "write", str(folder / "out"), "--size", options.size], check=True)
+    block = 3 * shape["hidden_size"] * shape["expert_size"] * 2
+    slots = max(shape["top_k"], int(options.cache_mb * 1e6 // block) - 4)
+    with Engine(folder / "out", cache=Cache(slots=slots), prefetch=Prefetch(source="next_router"), lanes=4) as engine:
+        engine.generate(prompts_of(shape, 1, 8), max_new_tokens=options.tokens)
+        engine.experts.quiet()
+        summary = engine.summary()
+        print(summary)
+    disk, _ = measure_disk(folder / "out", lanes=4, reads=min(options.reads, 100))
+    decode_ms = 1000 / summary.tokens_per_s
+    reading = summary.read_bytes / summary.tokens / max(disk.table) / 1e6
+    rows = [{"OLMoE-1B-7B's shape, random weights, bf16": f"{summary.tokens_per_s:.2f} tok/s", "read per token": f"{summary.read_bytes / summary.tokens / 1e9:.2f} GB",
+             "time over bytes / bandwidth": f"{decode_ms / reading:.2f}", "hit rate": f"{summary.hit_rate:.1%}", "peak memory": f"{summary.peak_resident_bytes / 1e9:.2f} GB"}]  # fmt: skip
+    return {"tok_s": summary.tokens_per_s, "read_bytes": summary.read_bytes, "peak": summary.peak_resident_bytes, "disk": disk.table}, rows
+
+
+def run_soak(options, folder: Path) -> tuple[dict, list[dict]]:
+    import psutil
+
+    shape = SIZES["tiny"]
+    _, out = made(shape, folder)
+    new, memory = shape["context"] - 8, []
+    with Engine(out, cache=Cache(slots=shape["top_k"]), prefetch=Prefetch(source="next_router", horizon=(1, 2)), lanes=4) as engine:
+        while engine.clock.tokens < options.tokens * 100:
+            engine.generate(prompts_of(shape, 4, 8), max_new_tokens=new)
+            memory.append(psutil.Process().memory_info().rss)
+        engine.experts.quiet()
+        summary, leaked = engine.summary(), engine.experts.leaked()
+    summary.ledger.check()
+    left = sum(thread.name.startswith("reader") for thread in threading.enumerate())
+    settled = memory[len(memory) // 10 :]
+    rows = [{"soak": f"{summary.tokens:,} tokens", "memory": f"{max(settled) / settled[0] - 1:+.2%} after the first tenth", "buffers lost": str(leaked), "threads left": str(left),
+             "kernel's bytes over the summary's": f"{summary.kernel_bytes / summary.read_bytes:.4f}" if summary.kernel_bytes else "not counted"}]  # fmt: skip
+    return {"memory": memory, "leaked": leaked, "threads": left, "peak": peak_resident_bytes()}, rows
+
+
+PARTS = {"peers": run_peers, "bound": run_bound, "large": run_large, "soak": run_soak}
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("part", choices=(*PARTS, "write"))
+    parser.add_argument("out", nargs="?", type=Path, help="of `write`, which `large` calls: the folder to write")
+    parser.add_argument("--size", choices=SIZES, default="wide", help="the model's size; `large` has its own unless tiny")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a prompt; `soak` takes a hundred times as many")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--reads", type=int, default=300, help="reads at each depth when the disk is measured")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cache-mb", type=float, default=600.0, help="expert buffers of `large`")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where models are written: a real disk, not a file system in memory")
+    options = parser.parse_args()
+    if options.part == "write":
+        export(RandomModel(ModelConfig(**(OLMOE if options.size != "tiny" else SIZES["tiny"]))), options.out, dtype="bf16", progress=lambda line: print(line, file=sys.stderr))
+        return
+    torch.set_num_threads(options.threads)
+    folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=options.folder))
+    try:
+        value, rows = PARTS[options.part](options, folder)
+    finally:
+        shutil.rmtree(folder)
+    table = markdown(rows)
+    print(table)
+    write(options.json, {"part": options.part, **value}, markdown=table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The commands of the engine: `predmoe export` and `predmoe generate`. See `cli` for how errors are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from .cli_traces import _horizon, _told
+from .config import ConfigError
+
+
+def add(commands) -> None:
+    """Add the commands to the parser's subcommands."""
+    command = commands.add_parser("export", help="write a checkpoint as the engine reads it: experts in aligned blocks of one file")
+    command.add_argument("checkpoint", type=Path, help="a run's folder, its checkpoint, or any OLMoE-format folder")
+    command.add_argument("out", type=Path, help="the folder to write, which must not exist")
+    command.add_argument("--dtype", default="bf16", help="of the experts: bf16, float32 or int8 (weights alone, a scale per output row; default: bf16)")
+    command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="predictors: linear=FILE ranking=FILE (default: those beside the checkpoint)")
+    command.add_argument("--tokenizer", help="bpe8k or gpt2 (default: the run's own, or the checkpoint's tokenizer.json)")
+    command.add_argument("--name", help="the model's name, kept in the export and in its traces (default: the folder's)")
+    command.set_defaults(command=_told(_export))
+
+    command = commands.add_parser("generate", help="go on with a prompt, experts read from disk")
+    command.add_argument("--model", type=Path, required=True, help="a folder that `predmoe export` wrote")
+    prompts = command.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="text to go on with; several are one batch")
+    prompts.add_argument("--prompt-ids", nargs="+", type=_ids, metavar="N,N,...", help="the same as token ids")
+    command.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: 64)")
+    command.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (default: 0)")
+    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: 0)")
+    command.add_argument("--no-stop", action="store_true", help="go on after an end-of-text token")
+    cache = command.add_argument_group("cache")
+    cache.add_argument("--cache-mb", type=float, required=True, metavar="N", help="memory for experts, the reads under way included")
+    cache.add_argument("--policy", default="lru", help="lru, fifo, lfu, lfru, least-stale, belady, static (default: lru)")
+    cache.add_argument("--scope", default="global", help="global or layer (default: global)")
+    cache.add_argument("--pinned", type=int, default=0, metavar="N", help="most used experts that never leave, by --future's uses (default: 0)")
+    ahead = command.add_argument_group("prefetch")
+    ahead.add_argument("--prefetch", default="none", help="none, next_router, linear, ranking, or oracle (which needs --future; default: none)")
+    ahead.add_argument("--horizon", type=_horizon, default=1, metavar="H[+H...]", help="layers ahead; 1+2 asks at both (default: 1)")
+    ahead.add_argument("--budget", type=int, default=0, metavar="N", help="guesses beyond the top-k (default: 0)")
+    ahead.add_argument("--threshold", type=float, help="least probability of a guess (default: none)")
+    ahead.add_argument("--guard", default="none", help="none, or idle: guess only while nothing is read (default: none)")
+    ahead.add_argument("--no-expire", dest="expire", action="store_false", help="keep queued guesses whose layer has run")
+    ahead.add_argument("--cancel", action="store_true", help="drop queued guesses that a shorter horizon leaves out")
+    ahead.add_argument("--future", type=Path, metavar="TRACE", help="the trace of the same generation, recorded before: for oracle, belady, pinned and static")
+    disk = command.add_argument_group("disk")
+    disk.add_argument("--lanes", type=int, default=4, metavar="N", help="reads at a time (default: 4)")
+    disk.add_argument("--buffered", action="store_true", help="read through the page cache")
+    disk.add_argument("--verify", default="first", help="checksums: first (each expert's first read), always, never (default: first)")
+    command.add_argument("--threads", type=int, metavar="N", help="of the computation (default: torch's)")
+    command.add_argument("--record", type=Path, metavar="TRACE", help="write the routing, with every predictor's guesses, as a trace")
+    command.add_argument("--json", type=Path, help="write the summary")
+    command.set_defaults(command=_told(_generate))
+
+
+def _ids(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _export(options) -> int:
+    from .engine import export
+
+    heads = {}
+    for given in options.heads:
+        kind, equals, file = given.partition("=")
+        if not (equals and file):
+            raise ConfigError(f"--heads {given!r} is not KIND=FILE, such as ranking=heads.safetensors")
+        heads[kind] = Path(file)
+    folder = options.checkpoint
+    if (folder / "checkpoint" / "config.json").is_file():   # a run of the store
+        folder = folder / "checkpoint"
+    manifest = export(folder, options.out, dtype=options.dtype, heads=heads or None, tokenizer=options.tokenizer, name=options.name,
+                      progress=lambda line: print(line, file=sys.stderr))  # fmt: skip
+    model, predictors = manifest.model, ", ".join(manifest.heads) or "no predictor"
+    print(f"{options.out}: {model.num_layers} layers x {model.num_experts} experts of {manifest.block.size / 1e6:.6g} MB ({manifest.dtype}), {predictors}")
+    return 0
+
+
+def _generate(options) -> int:
+    import torch
+
+    from .engine import Engine, EngineError, load_manifest
+    from .engine.text import Text
+    from .simulator import Cache, Prefetch
+
+    for out in (options.record, options.json):   # before the work, not after it
+        if out and not out.parent.is_dir():
+            raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
+    manifest = load_manifest(options.model)
+    text = Text(options.model, manifest) if options.prompt or manifest.tokenizer else None
+    prompts = options.prompt_ids or [text.encode(prompt) for prompt in options.prompt]
+    ahead = None
+    if options.prefetch != "none":
+        ahead = Prefetch(source=options.prefetch, horizon=options.horizon, budget=options.budget, threshold=options.threshold, guard=options.guard, expire=options.expire, cancel=options.cancel)
+    if options.threads is not None:
+        if options.threads < 1:
+            raise ConfigError(f"--threads {options.threads}: at least one")
+        torch.set_num_threads(options.threads)
+    cache = Cache(slots=_slots(options, manifest), policy=options.policy, scope=options.scope, pinned=options.pinned)
+    shallow = lambda horizons: tuple(h for h in horizons if h < manifest.model.num_layers)  # noqa: E731
+    record = {"next_router": shallow((1, 2, 4)), **manifest.heads} if options.record else None
+    future = _load_future(options.future)
+    engine = Engine(options.model, cache=cache, prefetch=ahead, lanes=options.lanes, direct=not options.buffered, verify=options.verify, future=future, record=record,
+                    announce=lambda line: print(f"predmoe: {line}", file=sys.stderr))  # fmt: skip
+    code = 0
+    with engine:
+        if engine.experts.buffers.bytes > options.cache_mb * 1e6:
+            raise ConfigError(f"--cache-mb {options.cache_mb:g}: this disk's alignment makes each buffer {engine.experts.buffers.stride} bytes; give {engine.experts.buffers.bytes / 1e6:.1f}")
+        try:
+            _speak(engine, prompts, text, options)
+            engine.experts.quiet()
+        except KeyboardInterrupt:
+            code = 130
+        except EngineError as error:
+            print(f"predmoe: {error}", file=sys.stderr)
+            code = 1
+        print(f"\n{engine.summary()}", file=sys.stderr)
+        if options.json:
+            options.json.write_text(json.dumps(dataclasses.asdict(engine.summary()), indent=1) + "\n")
+        if options.record and code == 0:
+            from . import traces
+
+            traces.save(engine.trace(source=f"{len(prompts)} prompts at temperature {options.temperature:g}, seed {options.seed}"), options.record)
+    return code
+
+
+def _load_future(path: Path | None):
+    from . import traces
+
+    return traces.load(path) if path else None
+
+
+def _slots(options, manifest) -> int:
+    """Experts that fit in --cache-mb beside a buffer for each read under way (of each layer's own cache with --scope layer)."""
+    size, K = manifest.block.size, manifest.model.top_k
+    groups = manifest.model.num_layers if options.scope == "layer" else 1
+    slots = (int(options.cache_mb * 1e6) // size - options.lanes) // groups
+    if slots < K:
+        raise ConfigError(f"--cache-mb {options.cache_mb:g} is too small: a top-{K} set{' of each layer' if groups > 1 else ''} and {options.lanes} reads at a time need {(K * groups + options.lanes) * size / 1e6:.3f}")
+    return slots
+
+
+def _speak(engine, prompts, text, options) -> None:
+    """Generate; the text of one prompt as it comes, of several when all are done."""
+    from .engine.text import Stream
+
+    stream = Stream(text) if text and len(prompts) == 1 else None
+
+    def show(new) -> None:
+        if stream:
+            print(stream.add([token for _, token in new]), end="", flush=True)
+        elif len(prompts) == 1:
+            print(new[0][1], end=" ", flush=True)
+
+    stop = None if options.no_stop or text is None else text.end
+    found = engine.generate(prompts, max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed, stop=stop, on_tokens=show)
+    if len(prompts) > 1:
+        for number, tokens in enumerate(found):
+            print(f"[{number}] {text.decode(tokens) if text else ' '.join(map(str, tokens))}")
+    else:
+        print()

@@ -1,0 +1,263 @@
+"""The experts in memory: a fixed number of buffers, threads that read into them, and the simulator's bookkeeping between the two.
+
+A top-k set is one event, as in the simulator: what is resident is used, the rest is demanded, room is made. A set that is larger than
+the cache is read, computed and dropped expert by expert. Every read takes a buffer of its own until its place is decided, so the buffers
+are as many as the cache has slots, and one per thread.
+"""
+# L layers, E experts, N tokens of a pass, K chosen
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from ..config import ConfigError
+from ..simulator import Cache, Ledger, Prefetch, SimulationError
+from ..simulator import diskqueue as dq
+from ..simulator import events
+from . import control as ctl
+from .layout import Manifest
+from .storage import BlockFile, Buffers, EngineError, ReadError
+
+VERIFY = ("first", "always", "never")   # when a block's checksum is computed
+
+
+def slots_of(cache: Cache, manifest: Manifest) -> int:
+    """Experts that `cache` can hold at most of this model."""
+    L, E = manifest.model.num_layers, manifest.model.num_experts
+    groups, per_group = (L, E) if cache.scope == "layer" else (1, L * E)
+    capacity = cache.slots if cache.slots is not None else cache.bytes // manifest.block.size
+    return groups * min(capacity, per_group)
+
+
+class ExpertCache:
+    """See the module. One thread, the decoder's, calls `ask`, `foretell` and `members`; reads go on beside it.
+
+    `lanes`: reads at a time. `routing`: what has been chosen, filled by the decoder, or a whole trace for oracle and Belady. `usage`: uses
+    per key by which pinned and static experts are chosen. `patience`: seconds without an answer after which a read counts as hung.
+    Raises ConfigError for a cache or a memory that cannot be had.
+    """
+
+    def __init__(self, file: BlockFile, manifest: Manifest, cache: Cache, prefetch: Prefetch | None, *, lanes: int, routing: events.Routing, oracle: bool,
+                 guesses: int, usage: np.ndarray, verify: str = "first", patience: float = 30.0, warmup: int = 0):  # fmt: skip
+        if verify not in VERIFY:
+            raise ConfigError(f"verify={verify!r} is unknown; choose one of {', '.join(VERIFY)}")
+        if lanes < 1:
+            raise ConfigError(f"lanes={lanes}: at least one read at a time")
+        model = manifest.model
+        size = np.full(model.num_layers, manifest.block.size, np.int64)
+        try:
+            self.control = ctl.Control(cache, prefetch, routing, guesses, num_experts=model.num_experts, expert_bytes=size, top_k=model.top_k, lanes=lanes, usage=usage, oracle=oracle, warmup=warmup)
+        except SimulationError as error:
+            raise ConfigError(str(error)) from None
+        self._file, self._size, self._patience, self._num_experts = file, manifest.block.size, patience, model.num_experts
+        self._offset = [offset for row in manifest.offsets for offset in row]
+        self._crc = [value for row in manifest.crc32 for value in row]
+        self._check = np.full(len(self._crc), verify != "never")
+        self._check_again = verify == "always"
+        self.buffers = Buffers(slots_of(cache, manifest) + lanes, file.room(self._size, manifest.alignment), max(4096, file.alignment.memory))
+        self._free = list(range(self.buffers.count))
+        self._unplaced: deque[int] = deque()   # started reads that wait for a buffer
+        self._flight: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue = SimpleQueue()
+        self._arrived: SimpleQueue = SimpleQueue()
+        self._set = 0                          # number of the current set: what arrives for one that was given up is ignored
+        self._unfinished = False               # not all of the current set has been handed over
+        self.stalled = 0.0                     # seconds in which the decoder waited for the disk
+        self._threads = [threading.Thread(target=self._work, name=f"reader {i}", daemon=True) for i in range(lanes)]
+        for thread in self._threads:
+            thread.start()
+        self._counted = np.zeros(9, np.int64)
+        self.preloaded_bytes = 0
+        try:
+            self._preload()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- the decoder's side -------------------------------------------------------------------------------------------------
+
+    def ask(self, s: int, layer: int) -> None:
+        """The router of `layer` has chosen in pass `s` (`control.routing` has it): demand what is missing and make room."""
+        if self._unfinished:   # a set was given up: what its reads bring counts as resident, so they have to be over
+            self.quiet()
+        self._unfinished = True
+        with self._lock:
+            self.control.asked(s, layer)
+            own = self.control.own
+            self._members = own.members[: own.out[ctl.COUNT]].tolist()
+            self._waiting, self._outside = int(own.out[ctl.WAITING]), int(own.out[ctl.OUTSIDE])
+            self._set += 1
+            self._settle()
+
+    def foretell(self, s: int, layer: int) -> None:
+        """Queue the guesses that were written to `control` for this layer, or the oracle's."""
+        with self._lock:
+            self.control.foretold(s, layer)
+            self._dispatch(self.control.started())
+
+    def members(self) -> Iterator[tuple[int, int]]:
+        """(key, buffer) of each expert of the current set, those in memory first, then as they arrive. A buffer may be used until the
+        next one is taken. Raises ReadError where one cannot be had: the set is given up, the cache is as it was without it."""
+        holder = self.control.own.holder
+        with self._lock:   # a demand may have arrived already; it is also announced
+            ready = [(key, int(holder[key])) for key in self._members if holder[key] >= 0]
+        taken = {key for key, _ in ready}
+        for key, buffer in ready:
+            yield key, buffer
+            self._used(key)
+        for _ in range(self._waiting):
+            key, buffer, fault = self._next()
+            if fault is not None:
+                self._abandon()
+                raise fault
+            if key not in taken:
+                taken.add(key)
+                yield key, buffer
+                self._used(key)
+        if len(taken) != len(self._members):
+            raise EngineError(f"{len(taken)} experts of {len(self._members)} were handed over: the cache's bookkeeping is wrong")
+        self._unfinished = False
+
+    def empty(self) -> None:
+        """Forget all but the pinned experts, and the queued guesses."""
+        with self._lock:
+            self.control.emptied()
+            self._settle()
+
+    def counts(self) -> np.ndarray:
+        """int64 [9]: the columns of `diskqueue.ACCESSES` and following, over all passes so far."""
+        with self._lock:
+            return self._counted + self.control.q.per_pass.sum(0)
+
+    def rebase(self, passes: int, tokens: int) -> None:
+        """Begin to number passes from 0 again, with room for one of `tokens` tokens; what was counted is kept."""
+        with self._lock:
+            self._counted += self.control.q.per_pass.sum(0)
+            self.control.rebase(passes, tokens)
+
+    def ledger(self) -> Ledger:
+        with self._lock:
+            return self.control.ledger()
+
+    def quiet(self) -> None:
+        """Wait until no read is queued or under way."""
+        began = time.monotonic()
+        at = self.control.q.at
+        while at[dq.ACTIVE]:
+            if time.monotonic() - began > self._patience:
+                raise EngineError(f"the disk gave no answer for {self._patience:g} s")
+            time.sleep(2e-4)
+
+    def leaked(self) -> int:
+        """Buffers that are neither free, nor hold a resident expert, nor are being read into; 0 between passes unless something is wrong."""
+        with self._lock:
+            held = int((self.control.own.holder >= 0).sum())
+            return self.buffers.count - len(self._free) - held - len(self._flight)
+
+    def close(self) -> bool:
+        """End the threads; returns whether all have ended: a read that hangs is left to the process's end."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout=1.0)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _next(self) -> tuple[int, int, Exception | None]:
+        began = time.perf_counter()
+        while True:
+            try:
+                number, *arrival = self._arrived.get(timeout=self._patience)
+            except Empty:
+                missing = [key for key in self._members if self.control.own.holder[key] < 0]
+                self._abandon()
+                raise EngineError(f"the disk gave no answer for {self._patience:g} s; {self._named(missing[0]) if missing else 'a read'} is still awaited") from None
+            if number == self._set:
+                self.stalled += time.perf_counter() - began
+                return tuple(arrival)
+
+    def _used(self, key: int) -> None:
+        """A member has been computed: where it has no place in the cache, its buffer is free."""
+        if not self._outside or self.control.r.after[key] >= 0:
+            return
+        with self._lock:
+            holder = self.control.own.holder
+            self._free.append(int(holder[key]))
+            holder[key] = -1
+            self._place()
+
+    def _abandon(self) -> None:
+        with self._lock:
+            self._set += 1
+            self.control.abandoned()
+            self._settle()
+
+    # --- both sides, under the lock -----------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """After a step of the bookkeeping: buffers come back, reads begin."""
+        self._free += self.control.freed()
+        self._dispatch(self.control.started())
+
+    def _dispatch(self, keys: list[int]) -> None:
+        self._unplaced.extend(keys)
+        self._place()
+
+    def _place(self) -> None:
+        while self._unplaced and self._free:
+            key, buffer = self._unplaced.popleft(), self._free.pop()
+            self._flight[key] = buffer
+            self._jobs.put((key, buffer))
+
+    # --- the readers' side --------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            key, buffer = job
+            try:
+                self._read(key, buffer)
+                fault = None
+            except BaseException as error:   # whatever it is, the decoder has to hear of it, and the thread has to live
+                fault = error if isinstance(error, EngineError) else ReadError(f"reading {self._named(key)} failed: {type(error).__name__}: {error}")
+            with self._lock:
+                del self._flight[key]
+                if fault is None:
+                    awaited = self.control.ended(key, buffer)
+                else:
+                    awaited = self.control.failed(key)
+                    self._free.append(buffer)
+                if awaited:
+                    self._arrived.put((self._set, key, buffer, fault))
+                self._settle()
+
+    def _read(self, key: int, buffer: int) -> None:
+        array = self.buffers.array(buffer)
+        try:
+            found = self._file.read(self._offset[key], self._size, array)
+        except ReadError as error:
+            raise ReadError(f"{self._named(key)}: {error}") from None
+        if found.ctypes.data != array.ctypes.data:   # the file wants a coarser alignment than the block has
+            array[: self._size] = found
+        if self._check[key]:
+            if zlib.crc32(array[: self._size]) != self._crc[key]:
+                raise ReadError(f"{self._named(key)}: its bytes are not those that were exported (checksum); export the checkpoint again")
+            self._check[key] = self._check_again
+
+    def _named(self, key: int) -> str:
+        layer, expert = divmod(key, self._num_experts)
+        return f"expert {expert} of layer {layer}"
+
+    def _preload(self) -> None:
+        """Read the experts that are resident from the start (pinned, static)."""
+        for key in np.flatnonzero(self.control.r.after[: len(self._offset)] >= 0).tolist():
+            buffer = self._free.pop()
+            self._read(key, buffer)
+            self.control.own.holder[key] = buffer
+            self.preloaded_bytes += self._size

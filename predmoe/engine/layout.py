@@ -1,0 +1,119 @@
+"""The exported model as files, and what lies where in an expert's block.
+
+    OUT/manifest.json          version, model, dtype, offsets and checksums of the experts
+    OUT/resident.safetensors   everything that stays in memory: embedding, attention, norms, routers, head
+    OUT/heads.safetensors      predictors, where there are any
+    OUT/experts.bin            one block per expert, layer by layer
+
+A block is the expert's gate, up and down projection one after another (int8: then one float32 scale per output row), padded
+with zeros to a multiple of the alignment, so that one aligned direct read brings the whole expert.
+"""
+# D model width, F expert width, E experts, L layers
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..config import ConfigError, ModelConfig, build, to_dict
+
+FORMAT, VERSION = "predmoe-engine", 1
+MANIFEST, RESIDENT, EXPERTS, HEADS, TOKENIZER = "manifest.json", "resident.safetensors", "experts.bin", "heads.safetensors", "tokenizer.json"
+ALIGNMENT = 4096
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+def aligned(size: int, alignment: int) -> int:
+    """The least multiple of `alignment` that is not below `size`."""
+    return -(-size // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sizes of one expert's block, in bytes: `weights` of the three matrices, `payload` with the scales, `size` with the padding."""
+
+    weights: int
+    payload: int
+    size: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: str, alignment: int) -> Block:
+        weights = 3 * config.hidden_size * config.expert_size * DTYPES[dtype].itemsize
+        payload = weights + (4 * (2 * config.expert_size + config.hidden_size) if dtype == "int8" else 0)
+        return cls(weights, payload, aligned(payload, alignment))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What an export holds. `crc32` and `offsets` have one entry per layer and expert; `heads`: predictor -> its horizons."""
+
+    name: str
+    dtype: str
+    alignment: int
+    model: ModelConfig
+    offsets: tuple[tuple[int, ...], ...]
+    crc32: tuple[tuple[int, ...], ...]
+    heads: dict[str, tuple[int, ...]]
+    tokenizer: str | None
+
+    @property
+    def block(self) -> Block:
+        return Block.of(self.model, self.dtype, self.alignment)
+
+    @property
+    def experts_bytes(self) -> int:
+        return self.model.num_layers * self.model.num_experts * self.block.size
+
+    def save(self, folder: Path) -> None:
+        block = self.block
+        shapes = {"gate": self._matrix(0), "up": self._matrix(1), "down": self._matrix(2)}
+        described = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self), "model": to_dict(self.model),
+                     "block": {"bytes": block.size, "payload": block.payload, "parts": shapes}, "experts_bytes": self.experts_bytes}  # fmt: skip
+        (folder / MANIFEST).write_text(json.dumps(described) + "\n")
+
+    def _matrix(self, index: int) -> dict:
+        D, F = self.model.hidden_size, self.model.expert_size
+        return {"offset": index * D * F * DTYPES[self.dtype].itemsize, "shape": [D, F] if index == 2 else [F, D]}
+
+
+def load_manifest(folder: str | Path) -> Manifest:
+    """The manifest of an export, checked against its own files. Raises ConfigError for anything that is not a whole export of this version."""
+    folder = Path(folder)
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no {MANIFEST}: it is not an exported model; `predmoe export CHECKPOINT OUT` makes one")
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ConfigError(f"{path} is not the manifest of an exported model")
+        if found.get("version") != VERSION:
+            raise ConfigError(f"{path}: version {found.get('version')}, this program reads version {VERSION}; export the checkpoint again")
+        if found["dtype"] not in DTYPES:
+            raise ConfigError(f"{path}: dtype={found['dtype']!r} is unknown; choose one of {', '.join(DTYPES)}")
+        tuples = {name: tuple(tuple(row) for row in found[name]) for name in ("offsets", "crc32")}
+        manifest = Manifest(name=found["name"], dtype=found["dtype"], alignment=int(found["alignment"]), model=build(ModelConfig, found["model"]), **tuples,
+                            heads={kind: tuple(horizons) for kind, horizons in found["heads"].items()}, tokenizer=found["tokenizer"])  # fmt: skip
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is damaged: {error}") from None
+    _check_files(folder, manifest)
+    return manifest
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    for name in (RESIDENT, EXPERTS, *([HEADS] if manifest.heads else [])):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} lacks {name}: the export is incomplete")
+    shape = (manifest.model.num_layers, manifest.model.num_experts)
+    offsets = np.array(manifest.offsets)
+    if offsets.shape != shape or np.array(manifest.crc32).shape != shape or (offsets % manifest.alignment).any() or offsets.min() < 0:
+        raise ConfigError(f"{folder / MANIFEST}: offsets and checksums must be multiples of {manifest.alignment} and one for each of {shape[0]} layers x {shape[1]} experts")
+    size, needed = (folder / EXPERTS).stat().st_size, int(offsets.max()) + manifest.block.size
+    if size < needed:
+        raise ConfigError(f"{folder / EXPERTS} is cut short: {size} bytes of {needed}")

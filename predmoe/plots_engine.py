@@ -1,0 +1,84 @@
+"""Figures of the engine, from the tables of `engine_study`. The conventions are those of `plots`: every prompt or cell is an open point beside the mean."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from .plots import COLORS, MARKERS, SEED, _point, _styled
+from .plots_simulator import ARMS
+
+
+def _sources(table: pd.DataFrame) -> dict[str, dict]:
+    """Colour and marker of each source."""
+    names = [name for name in ARMS if name in set(table.source)]
+    return {name: {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]} for i, name in enumerate(names)}
+
+
+@_styled
+def race(rows: pd.DataFrame) -> Figure:
+    """Columns arm, seed, source, share, prompt, tokens, ms. One panel per model: tok/s by cache share, every prompt an open point, the mean with its interval."""
+    rows = rows.assign(tok_s=1000 * rows.tokens / rows.ms)
+    arms, looks = list(dict.fromkeys(rows.arm)), _sources(rows)
+    figure = Figure(figsize=(1.0 + 4.0 * len(arms), 3.6))
+    axes = figure.subplots(1, len(arms), sharey=True, squeeze=False)[0]
+    shares = sorted(rows.share.unique())
+    offsets = np.linspace(-0.3, 0.3, len(looks)) if len(looks) > 1 else [0.0]
+    for ax, arm in zip(axes, arms):
+        for (source, look), x in zip(looks.items(), offsets):
+            part = rows[(rows.arm == arm) & (rows.source == source)]
+            at = [i for i, share in enumerate(shares) if share in set(part.share)]
+            means = [_point(ax, i + x, part[part.share == shares[i]].tok_s, look, small=True) for i in at]
+            ax.plot(np.array(at) + x, means, color=look["color"], linewidth=1, zorder=2)
+        ax.set(title=f"{arm} model", xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache", xlim=(-0.5, len(shares) - 0.5))
+        ax.grid(axis="x", visible=False)
+    axes[0].set_ylabel("decoding, tok/s")
+    handles = [Line2D([], [], **look, linewidth=1, label=ARMS[name]) for name, look in looks.items()] + [Line2D([], [], **SEED, markeredgecolor="#555555", label="one prompt")]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    return figure
+
+
+@_styled
+def prediction(table: pd.DataFrame) -> Figure:
+    """Columns source, tok_s, sim_tok_s, hit_rate, read_bytes, sim_read_bytes. One point per cell: simulated against measured, and the error by source (dotted: 5%)."""
+    looks = _sources(table)
+    figure = Figure(figsize=(8.6, 3.6))
+    left, right = figure.subplots(1, 2)
+    for i, (source, look) in enumerate(looks.items()):
+        part = table[table.source == source]
+        left.plot(part.tok_s, part.sim_tok_s, linestyle="none", markerfacecolor="white", markersize=5, **look)
+        right.plot(100 * part.error_tok_s, np.full(len(part), i), linestyle="none", markerfacecolor="white", markersize=5, **look)
+    ends = [0.9 * min(table.tok_s.min(), table.sim_tok_s.min()), 1.1 * max(table.tok_s.max(), table.sim_tok_s.max())]
+    left.plot(ends, ends, color="#555555", linewidth=1)
+    left.set(xlabel="measured (tok/s)", ylabel="simulated (tok/s)", xlim=ends, ylim=ends)
+    right.axvline(0, color="#555555", linewidth=1)
+    for edge in (-5, 5):
+        right.axvline(edge, color="#999999", linewidth=1, linestyle=":")
+    right.set(xlabel="error of the simulated tok/s (%)", yticks=range(len(looks)), yticklabels=[ARMS[name] for name in looks])
+    right.invert_yaxis()
+    right.grid(axis="y", visible=False)
+    handles = [Line2D([], [], linestyle="none", markerfacecolor="white", label=ARMS[name], **look) for name, look in looks.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    return figure
+
+
+@_styled
+def roofline(table: pd.DataFrame) -> Figure:
+    """Columns source, share, over_bound: time per token over its bound, one open point per model, the mean beside them."""
+    looks, shares = _sources(table), sorted(table.share.unique())
+    figure = Figure(figsize=(6.4, 3.4))
+    ax = figure.subplots()
+    offsets = np.linspace(-0.3, 0.3, len(looks)) if len(looks) > 1 else [0.0]
+    for (source, look), x in zip(looks.items(), offsets):
+        for i, share in enumerate(shares):
+            part = table[(table.source == source) & (table.share == share)]
+            if len(part):
+                _point(ax, i + x, part.over_bound, look, interval=False, small=True)
+    ax.axhline(1, color="#555555", linewidth=1)
+    ax.set(xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache", ylabel="time per token over its bound", ylim=(0, None), xlim=(-0.5, len(shares) - 0.5))
+    ax.grid(axis="x", visible=False)
+    handles = [Line2D([], [], linestyle="none", label=ARMS[name], **look) for name, look in looks.items()] + [Line2D([], [], **SEED, markeredgecolor="#555555", label="one model")]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3)
+    return figure

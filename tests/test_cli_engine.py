@@ -1,0 +1,188 @@
+"""`predmoe export` and `predmoe generate`: what they write and print, and one sentence for whatever is wrong."""
+
+import json
+import shutil
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from engine_models import heads, house
+from storage_double import EIO, Faulty
+from test_cli_traces import refused
+from test_model import lively
+
+from predmoe import cli, traces
+from predmoe.data import load_tokenizer
+from predmoe.engine import Engine, export, load_manifest
+from predmoe.model import save_checkpoint
+from predmoe.simulator import Cache, count
+
+BLOCK = 12288
+IDS = "5,9,2,40,33,7"   # of a vocabulary of 61
+
+
+def command(folder, *more, mb=(6 + 4) * BLOCK / 1e6, prompt=IDS):
+    return ["generate", "--model", str(folder), "--prompt-ids", *prompt.split(), "--cache-mb", str(mb), *map(str, more)]
+
+
+def expected(prompt, new):
+    from engine_models import resident_tokens
+
+    return resident_tokens(house().model, [prompt], new)[0][0]
+
+
+def test_export_takes_a_runs_folder_and_says_what_it_wrote(tmp_path, capsys):
+    model = lively()
+    save_checkpoint(model, tmp_path / "run" / "checkpoint")
+    heads(tmp_path / "linear.safetensors", model, "linear")
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "int8", "--heads", f"linear={tmp_path / 'linear.safetensors'}", "--name", "small"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{tmp_path / 'out'}: 4 layers x 8 experts of 0.004096 MB (int8), linear\n" and "layer 4 of 4" in printed.err
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.name == "small" and manifest.heads == {"linear": (1, 2)} and manifest.dtype == "int8"
+
+
+def test_generate_streams_the_models_tokens_and_ends_with_one_summary(tmp_path, capsys):
+    h = house()
+    out, trace = tmp_path / "summary.json", tmp_path / "t.trace"
+    assert cli.main(command(h.folder, "--max-new-tokens", 40, "--prefetch", "next_router", "--horizon", "1+2", "--json", out, "--record", trace)) == 0
+    printed = capsys.readouterr()
+    assert [int(word) for word in printed.out.split()] == expected([5, 9, 2, 40, 33, 7], 40)
+    for part in ("I/O ", "tok/s", "p99", "hit rate", "issued =", "peak resident", "the kernel counted"):
+        assert printed.err.count(part) == 1, printed.err
+    summary = json.loads(out.read_text())
+    assert summary["tokens"] == 40 and summary["buffer_bytes"] == 10 * BLOCK and summary["read_bytes"] == summary["demand_bytes"] + summary["prefetch_bytes"]
+    held = traces.load(trace)
+    assert held.predictors == {"linear": (1, 2), "next_router": (1, 2), "ranking": (1, 2)} and held.num_passes == 40
+
+    # the recorded future: an oracle, Belady and pinned experts can be asked for, and demand gives the simulator's counts
+    for more, cache in ((["--prefetch", "oracle"], None), (["--policy", "belady"], Cache(slots=6, policy="belady")), (["--pinned", 3], Cache(slots=6, pinned=3))):
+        assert cli.main(command(h.folder, "--max-new-tokens", 40, "--future", trace, "--json", out, *more)) == 0
+        assert [int(word) for word in capsys.readouterr().out.split()] == expected([5, 9, 2, 40, 33, 7], 40)
+        if cache:
+            summary, simulated = json.loads(out.read_text()), count(held, cache)
+            assert (summary["accesses"], summary["hits"], summary["demand_bytes"]) == (simulated.accesses, simulated.hits, simulated.read_bytes)
+
+
+def test_several_prompts_are_one_batch(capsys):
+    h = house()
+    prompts = [",".join(map(str, prompt)) for prompt in h.prompts[:2]]
+    assert cli.main(command(h.folder, "--max-new-tokens", 12, "--buffered", "--scope", "layer", prompt=" ".join(prompts), mb=12 * BLOCK / 1e6)) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "".join(f"[{i}] {' '.join(map(str, h.tokens[i][:12]))}\n" for i in (0, 1)) and "buffered (asked for)" in printed.err
+
+
+def test_text_goes_in_and_out(tmp_path, capsys):
+    tokenizer = load_tokenizer("bpe8k")
+    model = lively(vocab_size=tokenizer.vocab_size, num_layers=2, context=64)
+    export(save_checkpoint(model, tmp_path / "c"), tmp_path / "out", dtype="float32", tokenizer="bpe8k")
+    prompt, new = "Four score and seven years ago", 20
+    assert cli.main(["generate", "--model", str(tmp_path / "out"), "--prompt", prompt, "--cache-mb", "1", "--max-new-tokens", str(new), "--no-stop", "--prefetch", "next_router"]) == 0
+    from engine_models import resident_tokens
+
+    tokens = resident_tokens(model, [tokenizer.encode(prompt)], new)[0][0]
+    assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}").rstrip("\n")
+
+
+def test_a_token_that_ends_within_a_character_waits_for_the_rest():
+    from types import SimpleNamespace
+
+    from predmoe.engine.text import Stream
+
+    parts = {0: b"a", 1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"z"}
+    stream = Stream(SimpleNamespace(decode=lambda ids: b"".join(parts[i] for i in ids).decode(errors="replace")))
+    assert [stream.add([i]) for i in (0, 1, 2, 3)] == ["a", "", "é", "z"]
+
+
+def test_ctrl_c_ends_at_once_with_the_summary(tmp_path, capsys):
+    model = lively(context=20_000, num_layers=2)
+    export(save_checkpoint(model, tmp_path / "c"), tmp_path / "out", dtype="float32")
+    at = []
+
+    def interrupt(*_):
+        at.append(time.process_time())
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 3.0)
+    try:
+        code = cli.main(command(tmp_path / "out", "--max-new-tokens", 19_000, "--prefetch", "next_router"))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert code == 130 and time.process_time() - at[0] < 1.0
+    assert "tok/s" in capsys.readouterr().err and not any(thread.name.startswith("reader") for thread in threading.enumerate())
+
+
+def test_a_failing_disk_ends_with_a_sentence_and_the_summary(monkeypatch, capsys):
+    monkeypatch.setattr(Engine.__init__, "__kwdefaults__", Engine.__init__.__kwdefaults__ | {"preadv": Faulty(errors={"always": EIO})})
+    assert cli.main(command(house().folder)) == 1
+    printed = capsys.readouterr()
+    assert "failed: Input/output error" in printed.err and "hit rate" in printed.err
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--cache-mb", "0.05"], "--cache-mb 0.05 is too small: a top-2 set and 4 reads at a time need 0.074"),
+    (["--prefetch", "cotrained"], "the export has no predictor 'cotrained'; it has none, next_router, linear, ranking, oracle"),
+    (["--prefetch", "linear", "--horizon", "4"], "horizon 4 is beyond the last layer"),
+    (["--prefetch", "oracle"], "the oracle must know the future"),
+    (["--prefetch", "linear", "--guard", "window"], "guard='window' is for the simulator only"),
+    (["--policy", "arc"], "policy='arc' is unknown; choose one of lru,"),
+    (["--max-new-tokens", "131"], "6 tokens and 131 new ones exceed the model's context of 136"),
+    (["--verify", "no"], "verify='no' is unknown"),
+    (["--threads", "0"], "--threads 0: at least one"),
+    (["--record", "/none/t.trace"], "/none: no such folder to write t.trace in"),
+    (["--future", "/none.trace"], "/none.trace: No such file or directory"),
+])  # fmt: skip
+def test_what_cannot_be_generated_is_one_sentence(capsys, arguments, said):
+    refused(capsys, [*command(house().folder), *arguments], said)
+
+
+def test_models_that_cannot_be_used_are_one_sentence(tmp_path, capsys):
+    h = house()
+    refused(capsys, command(tmp_path / "none"), "holds no manifest.json: it is not an exported model")
+    refused(capsys, command(h.root / "checkpoint"), "holds no manifest.json: it is not an exported model")
+    refused(capsys, ["generate", "--model", h.folder, "--prompt", "text", "--cache-mb", "1"], "came without a tokenizer: give the prompt as token ids")
+    refused(capsys, ["generate", "--model", h.folder, "--prompt-ids", "61", "--cache-mb", "1"], "prompt 0 has a token id outside 0..60")
+    copy = shutil.copytree(h.folder, tmp_path / "copy")
+    raw = bytearray((copy / "resident.safetensors").read_bytes())
+    (copy / "resident.safetensors").write_bytes(raw[:-100])
+    refused(capsys, command(copy), "resident.safetensors is damaged")
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--dtype", "int4"], "dtype='int4' is unknown; choose one of float32, bf16, int8"),
+    (["--heads", "linear"], "--heads 'linear' is not KIND=FILE"),
+    (["--heads", "linear=/none"], "/none cannot be read as the weights of a linear predictor"),
+])
+def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(tmp_path, capsys, arguments, said):
+    refused(capsys, ["export", house().root / "checkpoint", tmp_path / "out", *arguments], said)
+    refused(capsys, ["export", tmp_path, tmp_path / "out"], "holds no config.json: it is not a checkpoint")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_prompt_is_one_sentence(tmp_path, capsys):
+    export(house().root / "checkpoint", tmp_path / "out", dtype="float32", tokenizer="bpe8k")
+    refused(capsys, ["generate", "--model", tmp_path / "out", "--prompt", "", "--cache-mb", "1"], "prompt 0 is empty: the model needs at least one token")
+
+
+@pytest.mark.slow
+def test_a_soak_keeps_its_memory_and_its_books():
+    """20,800 tokens with a cache of one top-k set: memory within 2%, the ledger balanced, no buffer lost, no thread left."""
+    import psutil
+    from engine_models import NEW, opened
+
+    from predmoe.simulator import Prefetch
+
+    h, memory = house(), []
+    with opened(h.folder, cache=Cache(slots=2), prefetch=Prefetch(source="next_router", horizon=(1, 2), budget=1)) as engine:
+        for _ in range(20):
+            assert engine.generate(h.prompts, max_new_tokens=NEW) == h.tokens
+            memory.append(psutil.Process().memory_info().rss)
+        engine.experts.quiet()
+        engine.summary().ledger.check()
+        assert engine.summary().tokens == 20 * len(h.prompts) * NEW and engine.experts.leaked() == 0
+    assert np.ptp(memory[2:]) < 0.02 * memory[2]
+    assert not any(thread.name.startswith("reader") for thread in threading.enumerate())

@@ -1,0 +1,116 @@
+"""What 11_engine measures: cells in turns, the simulator's figures beside them, and sentences that follow the numbers."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from engine_models import house
+
+from predmoe import engine_study, peers, plots_engine
+from predmoe.config import ConfigError
+from predmoe.engine.machine import measure_compute, measure_disk
+from predmoe.engine_study import DEMAND, Generation
+from predmoe.simulator import Cache, Compute, Disk, Prefetch, replay
+
+G = Generation(new_tokens=10, horizon=1, budget=1, lanes=2, temperature=1.0, seed=3)
+KEY, SOURCES, SHARES = ("baseline", 0), {"baseline": ["demand", "next_router", "ranking", "oracle"]}, [0.1, 0.4]
+
+
+@pytest.fixture(scope="module")
+def raced():
+    h = house()
+    folders, prompts = {KEY: h.folder}, h.prompts[:3]
+    futures = {KEY: engine_study.record(h.folder, prompts, G, sources=SOURCES["baseline"], source_text="three prompts")}
+    return prompts, futures, engine_study.race(folders, futures, prompts, G, sources=SOURCES, shares=SHARES)
+
+
+def test_every_cell_goes_on_with_every_prompt(raced):
+    prompts, futures, rows = raced
+    assert len(rows) == 3 * 4 * 2 and rows.groupby(["source", "share", "prompt"]).size().eq(1).all()
+    assert (rows.tokens == 9).all() and (rows.ms > 0).all() and (rows.hits <= rows.accesses).all() and (rows.decode_bytes <= rows.read_bytes).all()
+    assert set(rows.slots) == {3, 13} and rows[rows.source == DEMAND].issued.eq(0).all() and rows[rows.source == "oracle"].issued.gt(0).any()
+    trace = futures[KEY]
+    assert trace.predictors == {"next_router": (1,), "ranking": (1,)} and trace.num_passes == 3 * 10 and trace.meta.source == "three prompts"
+
+
+def test_without_prefetch_every_count_is_the_simulators(raced):
+    _, futures, rows = raced
+    table = engine_study.cells(rows)
+    times = {(*KEY, source): (Compute(), 0.5) for source in SOURCES["baseline"]}
+    beside = engine_study.predicted(table, futures, Disk(gb_per_s=(1.0, 2.0), lanes=2), times, G)
+    demand = beside[beside.source == DEMAND]
+    assert len(demand) == 2 and (demand.sim_hits == demand.hits).all() and (demand.sim_read_bytes == demand.read_bytes).all()
+    assert (demand.error_bytes == 0).all() and (beside.error_tok_s == beside.sim_tok_s / beside.tok_s - 1).all()
+    for row in beside.itertuples():
+        assert row.bound_ms == pytest.approx(max(0.5, row.decode_bytes / row.tokens / 2e6)) and row.over_bound == pytest.approx(row.ms_per_token / row.bound_ms)
+    outcome = replay(futures[KEY], Cache(slots=13), Disk(gb_per_s=(1.0, 2.0), lanes=2), compute=Compute(), prefetch=Prefetch(source="ranking", budget=1))
+    assert beside[(beside.source == "ranking") & (beside.slots == 13)].sim_tok_s.item() == outcome.tokens_per_s
+    sentences = engine_study.say_prediction(beside)
+    assert "2 cells" in sentences[0] and "6 cells" in sentences[1] and "0.00% at most" in sentences[0]
+    assert f"demand {demand.over_bound.min():.2f} to {demand.over_bound.max():.2f}" in engine_study.say_roofline(beside)
+    assert plots_engine.prediction(beside).axes and plots_engine.roofline(beside).axes
+
+
+def test_cells_are_sums_over_their_prompts(raced):
+    rows = raced[2]
+    cell = engine_study.cells(rows).query("source == 'ranking' and share == 0.4").iloc[0]
+    part = rows.query("source == 'ranking' and share == 0.4")
+    assert cell.tok_s == pytest.approx(1000 * part.tokens.sum() / part.ms.sum()) and cell.hit_rate == part.hits.sum() / part.accesses.sum()
+    assert cell.issued == part.issued.max() and cell.read_bytes == part.read_bytes.sum()
+    records = engine_study.arm_records(engine_study.cells(rows), 0.4)
+    assert {record["arm"] for record in records} == {"baseline-demand", "baseline-next_router", "baseline-ranking", "baseline-oracle"}
+    assert len(plots_engine.race(rows).axes) == 1
+
+
+def test_effects_are_paired_by_prompt_and_said_as_they_fall():
+    rows = pd.DataFrame([dict(arm="baseline", seed=1, source=source, share=0.5, prompt=prompt, tokens=10, ms=ms)
+                         for source, times in (("demand", [10.0, 20.0, 40.0]), ("oracle", [5.0, 10.1, 19.9])) for prompt, ms in enumerate(times)])  # fmt: skip
+    (effect,) = engine_study.effects(rows, 0.5, [(("baseline", "oracle"), ("baseline", "demand"))])
+    assert effect["per_seed"] == pytest.approx([1.0, 20 / 10.1 - 1, 40 / 19.9 - 1]) and effect["n"] == 3 and effect["model_seed"] == 1
+    assert engine_study.say_effect(effect).startswith("baseline-oracle is faster than baseline-demand (model seed 1): +99")
+    assert "slower than" in engine_study.say_effect(effect | {"ci95": [-0.2, -0.1], "mean": -0.15})
+    assert "not measurably faster or slower than" in engine_study.say_effect(effect | {"ci95": [-0.2, 0.1]})
+
+
+def test_exactness_says_how_many_tokens_are_equal(monkeypatch):
+    h = house()
+    asked = dict(policies=["lru", "lfu"], shares=[0.5], sources=["next_router", "oracle"], horizons=[1, 2])
+    table = engine_study.exactness(h.model, h.folder, h.prompts, G, **asked)
+    assert len(table) == 2 * 2 + 2 * 2 * 2 and (table.tokens == 80).all() and (table.equal == 80).all() and table.logit_difference.max() < 1e-4
+    assert engine_study.say_exactness(table).startswith("Greedy tokens equal the resident model's in 12 of 12 settings")
+    other = engine_study.resident_greedy(h.model, h.prompts, G.new_tokens)
+    wrong = [[(token + 1) % 61 for token in tokens] for tokens in other[0]], other[1]
+    monkeypatch.setattr(engine_study, "resident_greedy", lambda *_: wrong)
+    assert engine_study.exactness(h.model, h.folder, h.prompts, G, **asked).equal.eq(0).all(), "it can fail"
+
+
+def test_the_machine_is_measured():
+    h = house()
+    disk, table = measure_disk(h.folder, lanes=2, reads=20, rounds=2)
+    assert disk.lanes == 2 and len(disk.table) == 2 and min(disk.table) > 0 and 0 < disk.latency_ms < table.ms[1:].min()
+    assert table.depth.tolist() == [1, 1, 2] and (table.bytes[1:] == 12288).all()
+    for row, speed in zip(table[1:].itertuples(), disk.table):   # a block's read takes in the simulator what it took
+        assert disk.latency_ms + row.depth * 12288 / speed / 1e6 == pytest.approx(row.ms)
+    compute, ms = measure_compute(h.folder, h.prompts[:2], max_new_tokens=8, prefetch=Prefetch(source="ranking"))
+    parts = np.sum(compute.attention_ms) + 2 * np.sum(compute.expert_ms) + compute.head_ms
+    assert 0.7 * ms < parts < 1.1 * ms and compute.overlap and compute.extra_token >= 0
+
+
+# --- peers -------------------------------------------------------------------------------------------------------------
+
+def test_peers_that_nobody_knows_or_that_fail_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="peers: 'llama' is unknown; choose of transformers, offload, engine, engine-disk"):
+        peers.compare(["llama"], tmp_path, tmp_path, [[1]], new_tokens=2, share=0.5)
+    assert list(peers.compare([], tmp_path, tmp_path, [[1]], new_tokens=2, share=0.5).columns) == ["kind", "round", "tok_s", "ttft_ms", "peak_mb", "tokens"]
+
+
+def test_ratios_are_said_of_those_that_ran():
+    table = pd.DataFrame([dict(kind=kind, tok_s=speed, peak_mb=10.0) for kind, speed in (("engine", 30.0), ("transformers", 10.0), ("engine-disk", 20.0))])
+    (said,) = peers.say(table)
+    assert "3.00 times the decoding tokens/s of transformers (30.0 against 10.0)" in said
+
+
+@pytest.mark.slow
+def test_all_contenders_give_the_same_tokens_in_processes_of_their_own():
+    h = house()
+    table = peers.compare(peers.KINDS, h.root / "checkpoint", h.folder, h.prompts[:2], new_tokens=12, share=0.3)
+    assert table.kind.tolist() == list(peers.KINDS) and (table.tok_s > 0).all() and (table.tokens == 22).all() and (table.peak_mb > 50).all()
