@@ -68,7 +68,8 @@ def _create(cache: Cache, prefetch: Prefetch | None, routing: events.Routing, gu
     H = 0 if oracle else len(horizons)
     ahead = events.Guesses(horizons, oracle, np.full((H, N, L, guesses), -1, np.int16), np.zeros((H, N, L), np.int16), np.zeros((len(horizons), L)),
                            prefetch.expire if prefetch else True, prefetch.cancel if prefetch else False, False)  # fmt: skip
-    p = dq.Settings(POLICIES.index(cache.policy), E, lanes, 0.0, np.ones(lanes + 1), True, np.ones(1), GUARDS.index(prefetch.guard if prefetch else "none"), warmup, 0, 0)
+    p = dq.Settings(POLICIES.index(cache.policy), E, lanes, 0.0, np.ones(lanes + 1), True, np.ones(1), GUARDS.index(prefetch.guard if prefetch else "none"),
+                    prefetch is None or bool(prefetch.promote), warmup, 0, 0)  # fmt: skip
     own = Own(np.zeros(E, np.int32), np.zeros(E, np.int32), np.full(L * E, -1, np.int64), np.zeros(L * E if belady else 1, np.int32), np.full(L * E, -1, np.int32),
               np.zeros(L * E, np.int32), np.array([NO_EVENT, 0]), np.zeros(6, np.int64))  # fmt: skip
     return State(r, dq.create(lanes, E, L, S, 0), routing, ahead, p, own)
