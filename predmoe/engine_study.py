@@ -286,7 +286,8 @@ def say_prediction(table: pd.DataFrame) -> list[str]:
             worst = part.loc[part.error_tok_s.abs().idxmax()]
             sentences.append(
                 f"Simulated against measured tok/s {name}, {len(part)} cells: median error {part.error_tok_s.abs().median():.1%}, worst {worst.error_tok_s:+.1%} "
-                f"({worst.arm}, {worst.source}, {worst.share:.0%} of the experts); bytes are off by {part.error_bytes.abs().max():.2%} at most, hits by {part.error_hits.abs().max():.2%}.")  # fmt: skip
+                f"({worst.arm}, {worst.source}, {worst.share:.0%} of the experts); "
+                f"bytes are off by {part.error_bytes.abs().max():.2%} at most, hits by {part.error_hits.abs().max():.2%}.")  # fmt: skip
     return sentences
 
 
