@@ -81,7 +81,8 @@ def run_peers(options, folder: Path) -> tuple[dict, list[dict]]:
     table = peers.compare(peers.KINDS, checkpoint, out, prompts_of(shape, options.prompts, 8), new_tokens=options.tokens, share=0.25, threads=options.threads, rounds=options.rounds)
     at = table.groupby("kind", sort=False)[["tok_s", "ttft_ms", "peak_mb"]].median()
     against = {"engine": "transformers", "engine-disk": "offload"}
-    words = {"transformers": "transformers, generate, all in memory", "offload": "transformers, experts on disk (accelerate)", "engine": "engine, all experts in memory", "engine-disk": "engine, a quarter of them in memory"}
+    words = {"transformers": "transformers, generate, all in memory", "offload": "transformers, experts on disk (accelerate)",
+             "engine": "engine, all experts in memory", "engine-disk": "engine, a quarter of them in memory"}  # fmt: skip
     rows = [{f"decoding, {options.size}, {options.threads} thread(s)": words[kind], "tok/s": f"{line.tok_s:,.1f}", "first token": f"{line.ttft_ms:,.1f} ms", "peak memory": f"{line.peak_mb:,.0f} MB",
              "ratio": f"{line.tok_s / at.tok_s[against[kind]]:.2f}x {against[kind]}" if kind in against else ""} for kind, line in at.iterrows()]  # fmt: skip
     return {"rounds": table.to_dict("records")}, rows

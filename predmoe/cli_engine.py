@@ -138,7 +138,8 @@ def _slots(options, manifest) -> int:
     groups = manifest.model.num_layers if options.scope == "layer" else 1
     slots = (int(options.cache_mb * 1e6) // size - options.lanes) // groups
     if slots < K:
-        raise ConfigError(f"--cache-mb {options.cache_mb:g} is too small: a top-{K} set{' of each layer' if groups > 1 else ''} and {options.lanes} reads at a time need {(K * groups + options.lanes) * size / 1e6:.3f}")
+        least = f"a top-{K} set{' of each layer' if groups > 1 else ''} and {options.lanes} reads at a time need {(K * groups + options.lanes) * size / 1e6:.3f}"
+        raise ConfigError(f"--cache-mb {options.cache_mb:g} is too small: {least}")
     return slots
 
 

@@ -198,7 +198,8 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
         tokens, ms = part.tokens.sum(), part.ms.sum()
         found.append(dict(zip(keys, cell)) | {
             "tok_s": 1000 * tokens / ms, "ms_per_token": ms / tokens, "stall_ms": part.stall_ms.sum() / tokens, "hit_rate": part.hits.sum() / part.accesses.sum(),
-            "hits": int(part.hits.sum()), "read_bytes": int(part.read_bytes.sum()), "decode_bytes": int(part.decode_bytes.sum()), "tokens": int(tokens), "ttft_ms": part.ttft_ms.mean(), "p99_ms": part.p99_ms.mean(),
+            "hits": int(part.hits.sum()), "read_bytes": int(part.read_bytes.sum()),
+            "decode_bytes": int(part.decode_bytes.sum()), "tokens": int(tokens), "ttft_ms": part.ttft_ms.mean(), "p99_ms": part.p99_ms.mean(),
             **{name: int(last[name]) for name in ("issued", "useful", "late", "wasted", "cancelled")}})  # fmt: skip
     return pd.DataFrame(found)
 
@@ -285,10 +286,12 @@ def say_prediction(table: pd.DataFrame) -> list[str]:
             worst = part.loc[part.error_tok_s.abs().idxmax()]
             sentences.append(
                 f"Simulated against measured tok/s {name}, {len(part)} cells: median error {part.error_tok_s.abs().median():.1%}, worst {worst.error_tok_s:+.1%} "
-                f"({worst.arm}, {worst.source}, {worst.share:.0%} of the experts); bytes are off by {part.error_bytes.abs().max():.2%} at most, hits by {part.error_hits.abs().max():.2%}.")  # fmt: skip
+                f"({worst.arm}, {worst.source}, {worst.share:.0%} of the experts); "
+                f"bytes are off by {part.error_bytes.abs().max():.2%} at most, hits by {part.error_hits.abs().max():.2%}.")  # fmt: skip
     return sentences
 
 
 def say_roofline(table: pd.DataFrame) -> str:
     parts = [f"{source} {part.over_bound.min():.2f} to {part.over_bound.max():.2f}" for source, part in table.groupby("source", sort=False)]
-    return f"Time per token over its bound, the larger of computing alone and the bytes at the disk's best bandwidth: {'; '.join(parts)} (least and most over models and caches)."
+    bound = "the larger of computing alone and the bytes at the disk's best bandwidth"
+    return f"Time per token over its bound, {bound}: {'; '.join(parts)} (least and most over models and caches)."

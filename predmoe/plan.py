@@ -78,6 +78,8 @@ def tell(items: Sequence[Item], parallel: int) -> str:
 
 def _hours(items: Sequence[Item], parallel: int) -> str:
     left = [item for item in items if item.state != "done"]
+    if not left:
+        return "0.0"
     if any(item.seconds is None for item in left):
         return "unknown"
     return f"{sum(item.seconds for item in left) / parallel / 3600:.1f}" if left else "0.0"

@@ -77,8 +77,10 @@ def roofline(table: pd.DataFrame) -> Figure:
             if len(part):
                 _point(ax, i + x, part.over_bound, look, interval=False, small=True)
     ax.axhline(1, color="#555555", linewidth=1)
-    ax.set(xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache", ylabel="time per token over its bound", ylim=(0, None), xlim=(-0.5, len(shares) - 0.5))
+    ax.set(xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache", ylabel="time per token over its bound",
+           ylim=(0, None), xlim=(-0.5, len(shares) - 0.5))  # fmt: skip
     ax.grid(axis="x", visible=False)
-    handles = [Line2D([], [], linestyle="none", label=ARMS[name], **look) for name, look in looks.items()] + [Line2D([], [], **SEED, markeredgecolor="#555555", label="one model")]
+    handles = [Line2D([], [], linestyle="none", label=ARMS[name], **look) for name, look in looks.items()]
+    handles.append(Line2D([], [], **SEED, markeredgecolor="#555555", label="one model"))
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
     return figure

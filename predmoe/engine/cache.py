@@ -148,13 +148,16 @@ class ExpertCache:
             return self.control.ledger()
 
     def quiet(self) -> None:
-        """Wait until no read is queued or under way."""
+        """Wait until no read is queued or under way. A set that has not been handed over whole is given up: reads may wait for its buffers."""
+        if self._unfinished:
+            self._abandon()
         began = time.monotonic()
         at = self.control.q.at
         while at[dq.ACTIVE]:
             if time.monotonic() - began > self._patience:
                 raise EngineError(f"the disk gave no answer for {self._patience:g} s")
             time.sleep(2e-4)
+        self._unfinished = False
 
     def leaked(self) -> int:
         """Buffers that are neither free, nor hold a resident expert, nor are being read into; 0 between passes unless something is wrong."""

@@ -114,10 +114,13 @@ class Summary:
         ledger = self.ledger
         lines = [
             ("I/O", f"{self.io_mode} ({self.io_why})" + (f"; {self.retried} reads tried again" if self.retried else "")),
-            ("tokens", f"{self.tokens}, {shown(self.tokens_per_s, '.2f')} tok/s; first after {shown(self.ttft_ms, '.1f')} ms, then p50 {shown(self.p50_ms, '.2f')} ms, p99 {shown(self.p99_ms, '.2f')} ms"),
-            ("read", f"{self.read_bytes:,} bytes (demand {self.demand_bytes:,}, prefetch {self.prefetch_bytes:,}, before the start {self.preloaded_bytes:,}); the kernel counted {shown(self.kernel_bytes, ',')}"),
+            ("tokens", f"{self.tokens}, {shown(self.tokens_per_s, '.2f')} tok/s; first after {shown(self.ttft_ms, '.1f')} ms, "
+                       f"then p50 {shown(self.p50_ms, '.2f')} ms, p99 {shown(self.p99_ms, '.2f')} ms"),
+            ("read", f"{self.read_bytes:,} bytes (demand {self.demand_bytes:,}, prefetch {self.prefetch_bytes:,}, before the start {self.preloaded_bytes:,}); "
+                     f"the kernel counted {shown(self.kernel_bytes, ',')}"),
             ("hit rate", f"{shown(self.hit_rate, '.4f')} of {self.accesses:,} accesses"),
-            ("prefetches", f"{ledger.issued} issued = {ledger.useful} useful + {ledger.late} late + {ledger.wasted} wasted + {ledger.cancelled} cancelled + {ledger.resident} resident + {ledger.in_flight} in flight"),
+            ("prefetches", f"{ledger.issued} issued = {ledger.useful} useful + {ledger.late} late + {ledger.wasted} wasted + {ledger.cancelled} cancelled "
+                           f"+ {ledger.resident} resident + {ledger.in_flight} in flight"),
             ("memory", f"{self.buffer_bytes / 1e6:.1f} MB of expert buffers; peak resident {self.peak_resident_bytes / 1e6:,.0f} MB"),
         ]  # fmt: skip
         return "\n".join(f"{name:10} {text}" for name, text in lines)
