@@ -177,8 +177,10 @@ def say_narrowing(table: pd.DataFrame) -> str:
     lasting = [n for n in clear if n > max(unclear, default=0)]
     halves = [100 * (row.high - row.low) / 2 for row in part.itertuples()]
     when = f"excludes zero from {lasting[0]} seeds on" if lasting else "does not exclude zero with all of them"
-    return (f"At h = {part.horizon.iloc[0]} the interval's half-width goes from {halves[0]:.1f} points with {part.n.iloc[0]} seeds to {halves[-1]:.1f} "
-            f"with {part.n.iloc[-1]}; it {when}.")  # fmt: skip
+    way = f"is {halves[0]:.1f} points with {part.n.iloc[0]} seeds"
+    if len(part) > 1:
+        way = f"goes from {halves[0]:.1f} points with {part.n.iloc[0]} seeds to {halves[-1]:.1f} with {part.n.iloc[-1]}"
+    return f"At h = {part.horizon.iloc[0]} the interval's half-width {way}; it {when}."
 
 
 def say_effects(effects: Sequence[Mapping], arms: Sequence[Mapping]) -> str:
@@ -186,5 +188,5 @@ def say_effects(effects: Sequence[Mapping], arms: Sequence[Mapping]) -> str:
     parts = []
     for effect in effects:
         std, _, _ = std_interval(list(results.values_by_seed(arms, "baseline", f"hit.{effect['predictor']}.{effect['horizon']}").values()))
-        parts.append(f"{effect['mean'] / std:+.1f} at h = {effect['horizon']}")
+        parts.append(f"{effect['mean'] / std:+z.1f} at h = {effect['horizon']}")
     return f"The effect, in standard deviations of the baseline between seeds: {', '.join(parts)} ({_seeds(effects[0])})."

@@ -125,9 +125,9 @@ def at_equal_tokens(size: Mapping, base: config.RunConfig) -> dict:
 
 
 def ranking_seeds(p: Mapping) -> dict[str, Pairs]:
-    """14_ranking_seeds: baseline and joint on all seeds; then every other size and number of experts, each on its first seeds."""
+    """14_ranking_seeds: baseline and joint on all seeds; then every other size and number of experts, each on its first `seeds` (0: left out)."""
     base = config.tier(p["tier"], train=dict(p["train"]), data=dict(p["data"]), predictor={"horizons": list(p["horizons"])})
-    sizes = [at_equal_tokens(size, base) for size in [*p["sizes"], *p["experts"]]]
+    sizes = [at_equal_tokens(size, base) for size in [*p["sizes"], *p["experts"]] if size.get("seeds") != 0]
     return variations(sizes, {"lambda_pred": p["lambda_pred"]}, p["seeds"], **_shared(p))
 
 

@@ -154,7 +154,7 @@ def test_a_simulation_runs_in_a_fresh_clone_and_says_what_was_not_there(simulate
 # In order: what needs no other models than 01's and 02's costs no training.
 TRAINED = {
     "01_mechanism": TINY, "02_horizons": TINY, "04_isolation": TINY, "06_seeds": TINY | {"most_seeds": 4}, "11_engine": ENGINE,
-    "14_ranking_seeds": TINY | {"sizes": [{"name": "d = 32", "seeds": 1, "model": {"hidden_size": 32, "expert_size": 32}}], "experts": []},
+    "14_ranking_seeds": TINY | {"sizes": [{"name": "d = 32", "seeds": 1, "model": {"hidden_size": 32, "expert_size": 32}}]},
     "00_report": {},
 }  # fmt: skip
 

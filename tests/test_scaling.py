@@ -123,6 +123,11 @@ def test_every_size_has_as_many_tokens_per_active_parameter_and_the_same_share_o
     assert len({run.hash for run in runs}) == len(runs)
 
 
+def test_a_size_with_no_seeds_is_left_out():
+    many = PARAMETERS["experts"][0] | {"seeds": 0}
+    assert list(studies.ranking_seeds(PARAMETERS | {"experts": [many]})) == [studies.AS_IT_STANDS, "narrow"]
+
+
 def test_the_main_size_is_the_tier_itself_and_shared_with_the_other_notebooks():
     mine = {run.hash for _, run in studies.ranking_seeds(PARAMETERS)[studies.AS_IT_STANDS]}
     assert mine == {run.hash for _, run in studies.pair(PARAMETERS)["models"]}

@@ -110,6 +110,7 @@ def test_the_interval_narrows_with_seeds_and_ends_at_the_whole():
 def test_an_interval_that_excludes_zero_must_go_on_doing_so(lows, words):
     table = pd.DataFrame([{"n": n, "horizon": 4, "mean": 0.02, "low": 0.01 * low, "high": 0.05, "per_seed": [0.02]} for n, low in enumerate(lows, start=2)])
     assert words in spread.say_narrowing(table)
+    assert "is 2.5 points with 2 seeds; it" in spread.say_narrowing(table[table.n == 2].assign(low=0.0))
 
 
 def test_needs_count_more_seeds_for_smaller_effects_and_for_a_larger_spread():
