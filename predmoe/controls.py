@@ -12,10 +12,7 @@ from . import experiments, results, stats
 from .plots import PREDICTORS
 
 # What is local, higher is more so (switch rate: lower): dotted path of a measurement -> how it reads.
-MEASURES = {
-    "locality.reuse": "reuse of the token before's experts", "locality.switch_rate": "switch rate of whole sets", "locality.srp": "SRP (segments of 16)",
-    "locality.sch": "SCH (twice a token's experts)",
-}  # fmt: skip
+MEASURES = {"locality.reuse": "reuse", "locality.switch_rate": "switch rate", "locality.srp": "SRP", "locality.sch": "SCH"}
 LATE, NEXT = "pre-attention, same layer", "next token, same layer"
 
 
@@ -27,9 +24,9 @@ def cache_sizes(arms: Sequence[Mapping]) -> list[str]:
 
 
 def cache_measures(arms: Sequence[Mapping]) -> dict[str, str]:
-    """The paths of the hit rates by policy and cache size -> how they read."""
+    """The paths of the hit rates by policy and cache size (a share of a layer's experts) -> how they read."""
     names = {"lru": "LRU", "belady": "Belady"}
-    return {f"locality.{policy}.{size}": f"{names[policy]} hit rate, {size} of the experts" for policy in names for size in cache_sizes(arms)}
+    return {f"locality.{policy}.{size}": f"{names[policy]} at {size}" for policy in names for size in cache_sizes(arms)}
 
 
 def locality_table(arms: Sequence[Mapping], measures: Mapping[str, str]) -> pd.DataFrame:

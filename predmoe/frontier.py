@@ -79,9 +79,10 @@ def on_frontier(table: pd.DataFrame, value: str) -> pd.DataFrame:
 
 
 def against_early(known: pd.DataFrame) -> pd.DataFrame:
-    """One row per horizon and early router: its loss and what is known of it, the best trained arm at no greater loss (empty where there
-    is none), what is known of that, `gap` (early - that one) and the winner of the pair.
+    """One row per horizon and early router that knows it exactly: its loss, the best trained arm at no greater loss (empty where there is
+    none), what is known of that, `gap` (early - that one) and the winner of the pair.
 
+    A router moved by fewer layers than the horizon is no answer to it, and stands on the frontier alone. `known` is 1 for each early router.
     winner: "early router" where it dominates every trained arm at that horizon, "training" where some trained arm dominates it, else
     "neither". n: the fewest seeds of the arms compared.
     """
@@ -89,7 +90,7 @@ def against_early(known: pd.DataFrame) -> pd.DataFrame:
     for horizon, part in known.groupby("horizon"):
         arms = means(part, "known")
         trained = arms[arms.family == TRAINED].to_dict("records")
-        for early in arms[arms.family == EARLY].to_dict("records"):
+        for early in arms[(arms.family == EARLY) & arms.arm.isin(part[part.exact].arm)].to_dict("records"):
             equal = [row for row in trained if row["loss_change"] <= early["loss_change"]]
             best = max(equal, key=lambda row: row["known"], default=None)
             if trained and all(dominates(early, row, "known") for row in trained):
@@ -144,10 +145,10 @@ def best_on_both(table: pd.DataFrame) -> pd.Series | None:
 def say_verdict(compared: pd.DataFrame) -> list[str]:
     """Is training for predictability better than moving the router earlier? One sentence a horizon and early router, and the sum of it."""
     if compared.empty:
-        return ["No early router is among the arms, so training for predictability is compared with none."]
+        return ["No early router that knows a horizon exactly is among the arms, so training for predictability is compared with none."]
     sentences = []
     for row in compared.to_dict("records"):
-        head = f"At h = {row['horizon']}, {row['early']} is known to {row['known']:.1%} at {row['loss_change']:+.2%} validation loss"
+        head = f"At h = {row['horizon']}, {row['early']} is known exactly at {row['loss_change']:+.2%} validation loss"
         best = row["best trained at no greater loss"]
         middle = f"; of the trained arms that cost no more, {best} is known best, to {row['its known']:.1%}" if best else "; no trained arm costs as little"
         end = {EARLY: "it dominates every trained arm", "training": "a trained arm dominates it", "neither": "neither dominates the other"}[row["winner"]]

@@ -121,7 +121,8 @@ def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, prof
     wanted = [posthoc] if locality is None else [posthoc, locality]
     measure_missing([(config, wanted) for config in configs], store=store, parallel=parallel, report=report)
     found = [open_run(config, store) for config in configs]
-    return [run.measurement(posthoc) | ({} if locality is None else {"locality": run.measurement(locality)}) for run in found]
+    measured = [run.measurement(posthoc) for run in found]
+    return measured if locality is None else [m | {"locality": run.measurement(locality)} for m, run in zip(measured, found)]
 
 
 def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]], *, store: Path, parallel: int, report=print) -> None:
