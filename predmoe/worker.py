@@ -73,7 +73,7 @@ def measure_locality_of(folder: Path, config: RunConfig, how: LocalityConfig, ta
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
     cotrained = load_predictor(folder / "checkpoint", config)
     result = measure_locality.measure(model, cotrained, config, prepare(config.data), how, progress=progress)
-    write_json(target, result | {"provenance": json.loads((folder / "provenance.json").read_text()), "measured_by": provenance.capture()})
+    write_json(target, result | {"provenance": read_json(folder / "provenance.json"), "measured_by": provenance.capture()})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
                 posthoc = build(PosthocConfig, read_json(folder / f"{options.posthoc}.config.json"))
                 measure_run(folder, config, posthoc, target, progress=say)
             if options.locality and not (target := folder / f"{options.locality}.json").exists():
-                locality = build(LocalityConfig, json.loads((folder / f"{options.locality}.config.json").read_text()))
+                locality = build(LocalityConfig, read_json(folder / f"{options.locality}.config.json"))
                 measure_locality_of(folder, config, locality, target, progress=say)
     except (ConfigError, TrainingError) as error:
         print(f"predmoe: {error}", file=sys.stderr, flush=True)

@@ -107,6 +107,7 @@ def test_forest_shows_means_intervals_and_reference_in_points():
 
 
 def test_a_figure_leaves_the_global_style_alone():
+    mpl.get_backend()   # chosen at the first look
     before = mpl.rcParams.copy()
     FIGURES["forest"]()
     assert mpl.rcParams == before

@@ -208,7 +208,7 @@ def test_the_command_prints_the_plan_and_refuses_what_is_unknown(tmp_path, monke
     assert cli.main(["plan", "--profile", "nosuch"]) == 2
     assert "unknown profile 'nosuch'" in capsys.readouterr().err
     assert cli.main(["plan", "--profile", "smoke", "--train", "--parallel", "0"]) == 2
-    assert "parallel=0 must be at least 1" in capsys.readouterr().err
+    assert "--parallel 0: at least one run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
