@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
