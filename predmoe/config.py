@@ -364,7 +364,7 @@ TIERS = {
     # A minute on two CPU cores: shows that every part works, says nothing about the question.
     "smoke": Tier(
         model=ModelConfig(vocab_size=8192, hidden_size=64, num_layers=6, num_heads=2, expert_size=64, num_experts=8, top_k=2, context=64),
-        train=TrainConfig(steps=60, batch_size=16, lr=2e-3, warmup_steps=10, predictor_lr_scale=5.0, eval_every=30),
+        train=TrainConfig(steps=40, batch_size=16, lr=2e-3, warmup_steps=8, predictor_lr_scale=5.0, eval_every=20),
         data=DataConfig(heldout_tokens=8192, dev_tokens=4096),
         posthoc=PosthocConfig(tokens=16_384, batch_tokens=512, eval_every=25, max_steps=200, patience=2),
         objective=_RAMPED,

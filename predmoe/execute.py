@@ -12,6 +12,7 @@ import difflib
 import hashlib
 import io
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -153,7 +154,7 @@ def execute(notebook: Path, out: Path, params: Mapping | None = None, *, stdout:
     running, failed = (out.with_name(f"{out.stem}.{state}.ipynb") for state in ("running", "failed"))
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with own_kernel():
+        with own_kernel(), _without_hints():
             papermill.execute_notebook(
                 str(notebook), str(running), {name: values[name] for name in params},
                 kernel_name=KERNEL, language="python", progress_bar=False, stdout_file=stdout,
@@ -174,9 +175,21 @@ def execute(notebook: Path, out: Path, params: Mapping | None = None, *, stdout:
 
 
 @contextlib.contextmanager
+def _without_hints() -> Iterator[None]:
+    """Within, papermill keeps to itself which parameter lines its own, weaker inspection cannot read: `inspect` has read them."""
+    logger = logging.getLogger("papermill.translators")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
 def own_kernel() -> Iterator[None]:
     """Within, the kernel `python3` is this very interpreter: a kernelspec of our own goes before all that are registered."""
-    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "display_name": "Python 3", "language": "python"}
+    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"], "display_name": "Python 3", "language": "python"}
     before = os.environ.get("JUPYTER_PATH")
     with tempfile.TemporaryDirectory() as folder:
         kernel = Path(folder) / "kernels" / KERNEL

@@ -14,7 +14,7 @@ from predmoe.config import (
 # and committed result of that tier is stale: re-run them, then put the new hash here. A change that was not meant to
 # touch a recipe (a new field, a renamed one, another serialisation) must not move them: declare a new field `later(...)`.
 GOLDEN = {
-    "smoke": ("17257308d6f6", "3515fb15049f", "c608ce3b22c3"),
+    "smoke": ("29d2e49198dc", "b0c34eb71f3c", "c608ce3b22c3"),
     "cpu": ("76038573bbee", "be6801ad8971", "d020602aa887"),
     "b": ("389a692dc2ca", "c0da79e0ff52", "5d9cd3abb536"),
     "a": ("21c62401671b", "5019cb3c4305", "5d9cd3abb536"),
