@@ -103,6 +103,11 @@ def test_the_strict_check_names_the_parameter(params, message):
 
 # --- as programs -----------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("copy", sorted((paths.ROOT / "outputs").glob("*/*/*.ipynb")), ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_a_committed_copy_is_small_enough_to_be_read_on_the_web(copy):
+    assert copy.stat().st_size < 500_000
+
+
 # Real, but as small as it goes: two layers more than the deepest horizon, four steps.
 TINY = {
     "tier": "smoke", "seeds": [0, 1],
