@@ -148,6 +148,8 @@ def effect_text(effect: Mapping, unit: str) -> str:
     mean = f"{scale * effect['mean']:+{digits}}{name}"
     if effect["ci95"] is None:
         return f"{mean} (single seed)"
+    if any(end and not float(f"{scale * end:{digits}}") for end in effect["ci95"]):   # an end near zero keeps its sign
+        digits = f"z.{int(digits[2:-1]) + 1}f"
     low, high = (f"{scale * end:+{digits}}" for end in effect["ci95"])
     return f"{mean} [{low}, {high}]"
 

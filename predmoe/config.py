@@ -53,7 +53,7 @@ def _within(name, value, low, high):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder: an OLMoE block of `num_layers` layers (DESIGN.md decision 1).
+    """The decoder: an OLMoE block of `num_layers` layers; its checkpoints are OLMoE checkpoints.
 
     `routing`: "topk" chooses from the layer's own MoE input; "early" from the MoE input of layer max(l - early_by, 0)
     (after Pre-gated MoE, arXiv 2308.12066); "hash" fixes the experts by token id (Hash Layers, arXiv 2106.04426).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -68,12 +69,32 @@ def say_documents(effects: Sequence[Mapping]) -> str:
     )
 
 
-def say_variations(effects: Sequence[Mapping]) -> list[str]:
-    """What joint training does under each variation, one sentence each, in points by horizon."""
+def say_variations(effects: Sequence[Mapping], measured: Mapping[str, Sequence[Mapping]]) -> list[str]:
+    """What joint training does under each variation and at what cost, one sentence each, then all of them at the deepest horizon in order.
+
+    `measured`: the measurements by variation (`experiments.measure_groups`), which the gate is judged on.
+    """
     by_name: dict[str, list[Mapping]] = {}
     for effect in effects:
         by_name.setdefault(effect["variation"], []).append(effect)
-    return [say_by_horizon(group, f"{name[0].upper()}{name[1:]}: joint training", "hit@k") for name, group in by_name.items()]
+    gates = {name: next(gate for gate in experiments.gates(measured[name]) if gate["arm"] == "joint") for name in by_name}
+    sentences = [f"{say_by_horizon(group, f'{name[0].upper()}{name[1:]}: joint training', 'hit@k')} It {gates[name]['sentence']}." for name, group in by_name.items()]
+    deepest = sorted((max(group, key=lambda e: e["horizon"])["mean"], name) for name, group in by_name.items())
+    if len(deepest) > 1:
+        sentences.append(f"So at h = {max(e['horizon'] for e in effects)} the gain goes from {100 * deepest[0][0]:+z.1f} points ({deepest[0][1]}) to {100 * deepest[-1][0]:+z.1f} ({deepest[-1][1]}).")
+    return sentences
+
+
+def say_confirmed(effects: Sequence[Mapping], subject: str, quantity: str) -> str:
+    """`say_by_horizon` for a confirmatory family: what holds after Holm's correction, and apart from it what does not."""
+    if effects[0]["p_holm"] is None:
+        return say_by_horizon(effects, subject, quantity)
+    held = [e for e in effects if e["p_holm"] <= 0.05]
+    rest = [e for e in effects if e not in held]
+    if not held or not rest:
+        return say_by_horizon(effects, subject, quantity) + ("" if held else " None of it is established after Holm's correction.")
+    told = ", ".join(f"at h = {e['horizon']} ({results.effect_text(e, 'points')}, p = {e['p_holm']:.3f})" for e in rest)
+    return f"{say_by_horizon(held, subject, quantity)} Not established after Holm's correction: {told}."
 
 
 def say_doses(table: pd.DataFrame, limit: float = stats.MAX_LOSS_INCREASE) -> list[str]:
@@ -132,7 +153,7 @@ def answers(claims: Sequence[Mapping], horizons: Mapping | None) -> list[str]:
     by_id, arms = {claim["id"]: claim for claim in claims}, horizons["arms"]
     gain, cost = by_id["ranking-gain"], by_id["quality-cost"]
     effects = experiments.hit_effects(arms, "joint", "baseline", predictors=[experiments.PRIMARY])
-    works = say_by_horizon(effects, "Under the ranking MLP, the strongest post-hoc predictor, on both sides, joint training", "hit@k")
+    works = say_confirmed(effects, "Under the ranking MLP, the strongest post-hoc predictor, on both sides, joint training", "hit@k")
     known = {h: effect for (predictor, h), effect in experiments.reference_effects().items() if predictor == experiments.PRIMARY}
     compared = [f"at h = {e['horizon']} {compare(e, known[e['horizon']])}" for e in effects if e["horizon"] in known]
     gate = next(gate for gate in horizons["gates"] if gate["arm"] == "joint")
@@ -146,11 +167,12 @@ def answers(claims: Sequence[Mapping], horizons: Mapping | None) -> list[str]:
     failed = [claim for claim in claims if claim["verdict"] == stats.NOT_REPLICATED]
     open_ones = sum(all(part["why"].startswith(stats.NOTHING_EXCLUDED) for part in claim.get("parts", [claim])) for claim in failed)
     listed = "; ".join(claim["statement"].rstrip(".") for claim in failed) or "Nothing that was tested"
-    unclear = f" For {open_ones} of these {len(failed)} the interval contains zero: not refuted, but not shown either." if open_ones else ""
+    unclear = f" For {open_ones} of these {len(failed)} no effect on either side is established after Holm's correction: not refuted, but not shown." if open_ones else ""
+    why = re.sub(r"joint [\w.]+ - baseline [\w.]+, ", "", gain["why"])   # of the effects' names only the horizon
     words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
     counts = ", ".join(f"{sum(claim['verdict'] == word for claim in claims)} {word}" for word in words)
     return [
-        f"**Does it work?** {works} Verdict: {gain['verdict']} ({gain['why']}).",
+        f"**Does it work?** {works} Verdict on the reference's claim: {gain['verdict']} ({why}).",
         f"**How much, compared with the reference study?** {'; '.join(compared) or 'No horizon in common'}.",
         f"**At what cost?** The joint arm {gate['sentence']}. The reference's claim of a small cost: {cost['verdict']}. {kept}",
         f"**How sure?** Paired t intervals over {_seeds(effects[0])}. {corrected(effects)}",

@@ -24,7 +24,8 @@ class Item:
     locality: config.LocalityConfig | None   # the second measurement, where a notebook needs it
     notebooks: tuple[str, ...]
     arm: str
-    state: str              # done, part (begun) or missing
+    lacking: tuple[str, ...]   # the notebooks that cannot run without what is missing
+    state: str              # done, part (trained or begun, but a measurement is missing) or missing
     seconds: float | None   # estimated for what is left; None where nothing like it has been timed here
 
 
@@ -62,16 +63,16 @@ def tell(items: Sequence[Item], parallel: int) -> str:
     counted = set()
     for name in dict.fromkeys(name for item in items for name in item.notebooks):
         mine = [item for item in items if name in item.notebooks]
-        new = [item for item in mine if id(item) not in counted]
+        new = [item for item in mine if name in item.lacking and id(item) not in counted]
         counted.update(map(id, new))
-        done = sum(item.state == "done" for item in mine)
+        done = sum(name not in item.lacking for item in mine)
         lines.append(f"{name:<22} {len(mine):>5} {done:>5} {len(mine) - done:>8} {_hours(new, parallel):>11}")
     missing = [item for item in items if item.state != "done"]
     lines += [f"\n{len(missing)} of {len(items)} runs are missing; about {_hours(missing, parallel)} hours with {parallel} side by side."]
-    lines += ["(a run that several notebooks share is counted in the hours of the first)"] if len(missing) > 1 else []
+    lines += ["(a run that several notebooks share is counted in the hours of the first; \"part\" is begun, or trained and not fully measured)"] if len(missing) > 1 else []
     lines += [
         f"  {item.run.hash}  {item.state:<8} {runs.describe(item.run)}, {item.run.train.steps} steps"
-        f"{'' if item.seconds is None else f', {item.seconds / 60:.0f} min'}  ({', '.join(item.notebooks)})" for item in missing
+        f"{'' if item.seconds is None else f', {item.seconds / 60:.0f} min'}  ({', '.join(item.lacking)})" for item in missing
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -89,12 +90,13 @@ def _item(entry: dict, store: Path, timings: dict) -> Item:
     run, posthoc, locality = entry["run"], entry["posthoc"], entry["locality"]
     found = runs.Run(store / run.hash, run)
     missing = [how for how in (posthoc, locality) if how is not None and found.measurement(how) is None]
+    lacking = tuple(name for name in entry["notebooks"] if posthoc in missing or (missing and name in studies.LOCALITY))
     if not missing:
         state, left = "done", 0.0
     else:
         state = "part" if (found.path / "timing.json").exists() else "missing"
         left = _estimate(run, found, timings, len(missing))
-    return Item(run, posthoc, locality, tuple(entry["notebooks"]), entry["arm"], state, left)
+    return Item(run, posthoc, locality, tuple(entry["notebooks"]), entry["arm"], lacking, state, left)
 
 
 def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:

@@ -21,7 +21,7 @@ NOTHING_EXCLUDED = "no interval excludes zero"
 LEAST_SEEDS = 3          # below this a claim is "not tested": two seeds give a t interval of 9 standard deviations
 MAGNITUDE_FACTOR = 2.0   # a mean within [1/2, 2] times the reference's has its size
 
-# The quality gate (DESIGN.md decision 9), fixed before any run of the report.
+# The quality gate, fixed before any run of the report.
 MAX_LOSS_INCREASE = 0.005
 MIN_LOAD_ENTROPY_RATIO = 0.95
 

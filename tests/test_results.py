@@ -234,7 +234,20 @@ def test_effects_and_table_of_variations_are_paired_within_each():
         assert means[e["variation"], e["horizon"]] == pytest.approx(100 * e["mean"])
     assert np.allclose(table["gain (points)"], table["of the token-id lookup"] + table["of the margin"])
     assert experiments.forest_table(effects).group.unique().tolist() == ["as it stands", "weight"]
-    assert findings.say_variations(effects)[1].startswith("Weight: joint training changes hit@k at h = 1 (")
+    first, second, last = findings.say_variations(effects, measured)
+    assert second.startswith("Weight: joint training changes hit@k at h = 1 (") and "the quality gate" in first and "the quality gate" in second
+    ordered = sorted((e["mean"], e["variation"]) for e in effects if e["horizon"] == 4)
+    assert last == f"So at h = 4 the gain goes from {100 * ordered[0][0]:+.1f} points ({ordered[0][1]}) to {100 * ordered[1][0]:+.1f} ({ordered[1][1]})."
+
+
+def test_what_does_not_survive_the_correction_is_told_apart():
+    effect = {"ci95": [0.001, 0.02], "mean": 0.01, "n": 3}
+    family = [effect | {"horizon": h, "p_holm": p} for h, p in ((1, 0.09), (4, 0.04))]
+    told = findings.say_confirmed(family, "It", "hit@k")
+    assert told.startswith("It raises hit@k at h = 4 (") and told.endswith("Not established after Holm's correction: at h = 1 (+1.0 points [+0.1, +2.0], p = 0.090).")
+    assert findings.say_confirmed(family[:1], "It", "hit@k").endswith("None of it is established after Holm's correction.")
+    assert "Holm" not in findings.say_confirmed(family[1:], "It", "hit@k")
+    assert results.effect_text({"mean": 0.01, "ci95": [0.0004, 0.02]}, "points") == "+1.0 points [+0.04, +2.00]"
 
 
 def test_domain_gains_are_weighted_by_tokens():

@@ -17,12 +17,12 @@ def told(pairs):
 
 
 def test_a_variation_of_the_objective_touches_the_joint_arm_alone_and_one_of_training_both():
-    explanations = [{"name": "weight", "objective": {"lambda_pred": 1.0}}, {"name": "steps", "train": {"steps": 40}, "seeds": 1}]
+    explanations = [{"name": "weight", "objective": {"lambda_pred": 1.0}}, {"name": "steps", "train": {"steps": STEPS // 2}, "seeds": 1}]
     found = studies.variations(explanations, {"lambda_pred": 0.3}, [5, 6], **SHARED)
     assert list(found) == [studies.AS_IT_STANDS, "weight", "steps"]
     assert told(found[studies.AS_IT_STANDS]) == [("baseline", 5, 0.0, STEPS), ("joint", 5, 0.3, STEPS), ("baseline", 6, 0.0, STEPS), ("joint", 6, 0.3, STEPS)]
     assert told(found["weight"]) == [("baseline", 5, 0.0, STEPS), ("joint", 5, 1.0, STEPS), ("baseline", 6, 0.0, STEPS), ("joint", 6, 1.0, STEPS)]
-    assert told(found["steps"]) == [("baseline", 5, 0.0, 40), ("joint", 5, 0.3, 40)]
+    assert told(found["steps"]) == [("baseline", 5, 0.0, STEPS // 2), ("joint", 5, 0.3, STEPS // 2)]
     everything = [run for pairs in found.values() for _, run in pairs]
     assert all(run.train.threads == 2 for run in everything) and len({run.hash for run in everything}) == 8
 
