@@ -15,7 +15,7 @@ from . import cli_engine, cli_traces, config
 from .config import ConfigError
 
 
-UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR)   # of a folder that a person named
+UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)   # of a folder that a person named
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

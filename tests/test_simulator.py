@@ -308,3 +308,69 @@ def test_settings_refuse_nonsense(make, message):
 def test_a_replay_that_cannot_be_run_says_why(trace, settings, message):
     with pytest.raises((SimulationError, traces.TraceError), match=message):
         replay(trace, **{"cache": Cache(slots=16), "disk": Disk(), **settings})
+
+
+@pytest.mark.filterwarnings("ignore::predmoe.simulator.SimulationWarning")
+def test_sequences_interleaved_in_one_pass_guess_across_tokens_from_their_last_token_only():
+    meta = traces.Meta(model="hand", num_experts=6, top_k=1, layers=[0, 1], expert_bytes=[MB, MB])
+    ids = np.array([[[e], [e]] for e in (0, 1, 2, 3, 4, 5)])
+    trace = traces.build(meta, ids, starts=[0, 4, 6], phase=[0, 1], sequence=[0, 1, 0, 1, 0, 1], predictions=[("p", traces.Prediction(2, ids, np.ones(ids.shape)))])
+    prefetch = Prefetch(source="p", horizon=2, cross_token=True)
+    cache = Cache(slots=2, streaming=True)
+    ours, (_, _, ledger, _) = replay(trace, cache, Disk(), prefetch=prefetch), Reference(trace, cache, Disk(), Compute(), prefetch).run()
+    assert {name: getattr(ours.ledger, name) for name in ("issued", "useful", "late", "wasted")} == {name: ledger[name] for name in ("issued", "useful", "late", "wasted")}
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: Cache(slots="4"), "slots='4' must be a whole number"),
+    (lambda: Disk(latency_ms="1"), "latency_ms='1' must be a number"),
+    (lambda: Disk(gb_per_s="12"), "gb_per_s='12' must be a number"),
+    (lambda: Disk(gb_per_s=10**400), "gb_per_s must be a number below"),
+    (lambda: Disk(noise=0.1, seed=-1), "seed=-1 must be a whole number"),
+    (lambda: Compute(attention_ms="12"), "attention_ms='12' must be a number"),
+    (lambda: Compute(overlap="no"), "overlap='no' must be True or False"),
+    (lambda: Prefetch(horizon=(1, "a")), "horizon='a' must be a whole number"),
+    (lambda: Prefetch(expire=None), "expire=None must be True or False"),
+    (lambda: Prefetch(source="p", threshold="x"), "threshold='x' must be a number"),
+])
+def test_settings_of_a_wrong_type_are_refused(make, message):
+    with pytest.raises(SimulationError, match=message):
+        make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert Disk(gb_per_s=np.int64(5)).table == (5.0,) == Disk(gb_per_s=np.float32(5)).table and Compute(attention_ms=np.int64(2)).attention_ms == 2.0
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(disk=Disk(latency_ms=1e308)), "lose their digits"),
+    (dict(disk=Disk(gb_per_s=1e-320)), "lose their digits"),
+    (dict(warmup=1.5), "warmup=1.5 must leave some"),
+    (dict(timeline=(0.0, 2.0)), "must be passes"),
+    (dict(cache=Cache(slots=16, pinned=2), usage=np.ones((12, 4))), "usage has the shape"),
+    (dict(cache=Cache(slots=16, pinned=2), usage=np.full((4, 12), np.nan)), "usage must be numbers"),
+])
+def test_a_replay_with_extremes_says_why(trace, settings, message):
+    with pytest.raises(SimulationError, match=message):
+        replay(trace, **{"cache": Cache(slots=16), "disk": Disk(), **settings})
+
+
+def test_usage_may_be_shares(trace):
+    shares = np.random.default_rng(0).random((4, 12))
+    same = [count(trace, Cache(slots=16, pinned=8), usage=usage).misses for usage in (shares, np.round(shares * 1e9).astype(np.int64))]
+    assert same[0] == same[1]
+
+
+def test_where_nothing_takes_time_the_rate_is_infinite(trace):
+    outcome = replay(trace, Cache(slots=16), Disk(latency_ms=0.0, gb_per_s=math.inf), compute=Compute(attention_ms=0.0, expert_ms=0.0))
+    assert outcome.summary()["tok_s"] == math.inf
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("threshold, issued", [(0.5, 1), (-1e6, 1), (1e6, 0), (1e300, 0)])
+@pytest.mark.filterwarnings("ignore::predmoe.simulator.SimulationWarning")
+def test_a_threshold_beyond_half_precision(threshold, issued):
+    meta = traces.Meta(model="hand", num_experts=4, top_k=1, layers=[0, 1], expert_bytes=[MB, MB])
+    half = traces.Prediction(1, np.array([[[1], [-1]]]), np.array([[[0.5], [0.0]]], np.float16))
+    trace = traces.build(meta, [[[0], [1]]], predictions=[("p", half)])
+    assert replay(trace, Cache(slots=8), Disk(), prefetch=Prefetch(source="p", threshold=threshold)).ledger.issued == issued

@@ -25,13 +25,34 @@ class SimulationWarning(UserWarning):
 
 
 def at_least(name: str, value: float, least: float) -> None:
-    if not (math.isfinite(value) and value >= least):
+    if not (math.isfinite(_number(name, value)) and value >= least):
         raise SimulationError(f"{name}={value!r} must be a number of at least {least}")
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise SimulationError(f"{name}={value!r} must be a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise SimulationError(f"{name} must be a number below 1e308") from None
+
+
+def _numbers(name: str, value) -> float | tuple[float, ...]:
+    """A number, or a list of them as a tuple; text is neither."""
+    if isinstance(value, Iterable) and not isinstance(value, str) and np.ndim(value):
+        return tuple(_number(name, entry) for entry in value)
+    return _number(name, value)
+
+
+def _flag(name: str, value: bool) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise SimulationError(f"{name}={value!r} must be True or False")
 
 
 def _whole(name: str, value: int, least: int, most: int = 1 << 62) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
-        limit = f" and at most {most}" if value > most else ""
+        limit = f" and at most {most}" if isinstance(value, (int, np.integer)) and value > most else ""
         raise SimulationError(f"{name}={value!r} must be a whole number of at least {least}{limit}")
 
 
@@ -77,12 +98,13 @@ class Cache:
             raise SimulationError("give the cache either slots or bytes")
         for name in ("slots", "bytes"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SimulationError(f"{name}={value}: a cache needs at least one {name[:-1]}")
             if value is not None:
+                if isinstance(value, (int, np.integer)) and value < 1:
+                    raise SimulationError(f"{name}={value}: a cache needs at least one {name[:-1]}")
                 _whole(name, value, 1)
         _whole("pinned", self.pinned, 0)
         _whole("sample", self.sample, 0)
+        _flag("streaming", self.streaming)
         if self.sample and self.policy in ("lru", "fifo", "static"):
             raise SimulationError(f"sample={self.sample} has no meaning for {self.policy}, which needs no search")
 
@@ -103,8 +125,8 @@ class Disk:
     seed: int = 0
 
     def __post_init__(self):
-        if not isinstance(self.gb_per_s, (int, float)):
-            object.__setattr__(self, "gb_per_s", tuple(float(value) for value in self.gb_per_s))
+        object.__setattr__(self, "gb_per_s", _numbers("gb_per_s", self.gb_per_s))
+        _whole("seed", self.seed, 0)
         at_least("latency_ms", self.latency_ms, 0.0)
         _whole("lanes", self.lanes, 1, MOST_LANES)
         at_least("noise", self.noise, 0.0)
@@ -116,13 +138,14 @@ class Disk:
 
     @property
     def table(self) -> tuple[float, ...]:
-        return self.gb_per_s if isinstance(self.gb_per_s, tuple) else (float(self.gb_per_s),)
+        return self.gb_per_s if isinstance(self.gb_per_s, tuple) else (self.gb_per_s,)
 
     @classmethod
     def fitted(cls, *, latency_ms: float, peak_gb_per_s: float, half_depth: float, lanes: int, **more) -> Disk:
         """A disk whose bandwidth saturates with depth: peak * d / (d + half_depth)."""
         _whole("lanes", lanes, 1, MOST_LANES)
         at_least("half_depth", half_depth, 0.0)
+        _number("peak_gb_per_s", peak_gb_per_s)
         return cls(latency_ms=latency_ms, gb_per_s=tuple(peak_gb_per_s * d / (d + half_depth) for d in range(1, lanes + 1)), lanes=lanes, **more)
 
 
@@ -144,13 +167,12 @@ class Compute:
 
     def __post_init__(self):
         for name in ("attention_ms", "expert_ms", "shared_ms"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)):
-                object.__setattr__(self, name, tuple(float(v) for v in value))
+            object.__setattr__(self, name, _numbers(name, getattr(self, name)))
             for entry in np.atleast_1d(getattr(self, name)):
                 at_least(name, float(entry), 0.0)
         at_least("head_ms", self.head_ms, 0.0)
         at_least("extra_token", self.extra_token, 0.0)
+        _flag("overlap", self.overlap)
 
     def per_layer(self, name: str, num_layers: int) -> np.ndarray:
         value = np.atleast_1d(np.asarray(getattr(self, name), dtype=np.float64))
@@ -184,16 +206,20 @@ class Prefetch:
 
     def __post_init__(self):
         if not isinstance(self.horizon, int):
-            object.__setattr__(self, "horizon", tuple(sorted(self.horizon) if isinstance(self.horizon, Iterable) else [self.horizon]))
+            object.__setattr__(self, "horizon", tuple(self.horizon) if isinstance(self.horizon, Iterable) and not isinstance(self.horizon, str) else (self.horizon,))
         for h in self.horizons:
             _whole("horizon", h, 1)
+        if isinstance(self.horizon, tuple):
+            object.__setattr__(self, "horizon", tuple(sorted(self.horizon)))
+        for name in ("expire", "cancel", "promote", "cross_token"):
+            _flag(name, getattr(self, name))
         if not self.horizons or min(self.horizons) < 1 or len(set(self.horizons)) != len(self.horizons):
             raise SimulationError(f"horizon={self.horizon} must be different layer counts of at least 1")
         if self.source == NONE:
             raise SimulationError("for no prefetch leave prefetch out (prefetch=None); in a sweep and on the command line its name is demand")
         _choice("guard", self.guard, GUARDS)
         _whole("budget", self.budget, 0)
-        if self.threshold is not None and not math.isfinite(self.threshold):
+        if self.threshold is not None and not math.isfinite(_number("threshold", self.threshold)):
             raise SimulationError(f"threshold={self.threshold!r} must be a number")
         if self.threshold is not None and self.source == ORACLE:
             raise SimulationError("the oracle has no scores, so threshold has no meaning")

@@ -49,6 +49,8 @@ class Counts:
 
     @property
     def hit_rate(self) -> float:
+        if not self.accesses:
+            raise SimulationError("no expert is asked for, so there is no hit rate")
         return self.hits / self.accesses
 
     @property
@@ -104,9 +106,10 @@ def count(trace: Trace, cache: Cache, *, replay: str = "atomic", cold: str = "tr
 
 def count_keys(keys: np.ndarray, slots: int, policy: str = "lru") -> int:
     """Misses of a cache of `slots` equal slots on a sequence of keys >= 0, replayed one by one."""
+    keys = np.asarray(keys)
+    if keys.ndim != 1 or not len(keys) or keys.dtype.kind not in "iu" or keys.min() < 0 or keys.max() >= res.NEVER:   # before the cast, which would wrap
+        raise SimulationError(f"keys must be a sequence of at least one whole number of 0..{res.NEVER - 1}")
     keys = np.ascontiguousarray(keys, np.int32)
-    if keys.ndim != 1 or not len(keys) or keys.min() < 0:
-        raise SimulationError("keys must be a sequence of at least one number >= 0")
     cache = Cache(slots=slots, policy=policy)
     E = int(keys.max()) + 1
     if policy == "lru":
@@ -148,11 +151,14 @@ def fresh_passes(trace: Trace, cold: str) -> np.ndarray:
 
 
 def checked_usage(usage: np.ndarray, trace: Trace) -> np.ndarray:
+    """`usage` as one number per key; shares of all uses are as good as counts."""
     shape = (trace.num_layers, trace.meta.num_experts)
     usage = np.asarray(usage)
-    if usage.size != shape[0] * shape[1]:
+    if usage.shape not in (shape, (shape[0] * shape[1],)):
         raise SimulationError(f"usage has the shape {usage.shape}, the trace needs one count for each of {shape[0]} layers x {shape[1]} experts")
-    return usage.reshape(-1).astype(np.int64)
+    if usage.dtype.kind not in "biuf" or not (usage >= 0).all():
+        raise SimulationError("usage must be numbers of at least 0")
+    return usage.reshape(-1).astype(np.float64)
 
 
 def _words(cache: Cache, accesses: int, rng: random.Random) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,9 +41,13 @@ def fit(trace: Trace, measured_ms: np.ndarray, cache: Cache, *, disk: Disk = Dis
     `compute` on, whose other settings are kept: lanes, expert_ms, overlap). The replay starts cold at the trace's beginning.
     """
     decode = trace.phase == DECODE
-    measured_ms = np.asarray(measured_ms, np.float64)
+    measured_ms = np.atleast_1d(np.asarray(measured_ms, np.float64))
     if len(measured_ms) != decode.sum() or not (np.isfinite(measured_ms) & (measured_ms > 0)).all():
         raise SimulationError(f"measured_ms must give a positive time for each of the {int(decode.sum())} decode passes, not {len(measured_ms)}")
+    if not 0 < share < 1:
+        raise SimulationError(f"share={share} must lie between 0 and 1: a fit is judged on the passes that it has not seen")
+    if math.isinf(disk.table[0]):
+        raise SimulationError("a fit starts from a finite bandwidth")
     if len(disk.table) > 1 or not np.isscalar(compute.attention_ms):
         raise SimulationError("a fit starts from one bandwidth and one attention time, not from tables")
     fitted_on = int(len(measured_ms) * share)

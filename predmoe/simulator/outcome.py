@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,8 +141,9 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoded tokens, of all sequences of a batch, per second of decode passes."""
-        return 1000.0 * int(self.tokens_S[self._decoded()].sum()) / float(self.token_ms.sum())
+        """Decoded tokens, of all sequences of a batch, per second of decode passes; infinite where nothing takes any time."""
+        passed = float(self.token_ms.sum())
+        return 1000.0 * int(self.tokens_S[self._decoded()].sum()) / passed if passed else math.inf
 
     def percentile_ms(self, q: float) -> float:
         """The q-th percentile of the decode passes' durations."""

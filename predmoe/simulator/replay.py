@@ -19,6 +19,7 @@ from . import residency as res
 from .config import GUARDS, ORACLE, POLICIES, Cache, Compute, Disk, Prefetch, SimulationError, SimulationWarning
 from .outcome import Ledger, Outcome
 
+LONGEST = 1e12          # ms, 30 years: a double still tells a tenth of a microsecond there
 NOISE_DRAWS = 1 << 16   # after so many reads the noise repeats
 
 
@@ -33,7 +34,7 @@ def replay(trace: Trace, cache: Cache, disk: Disk, *, compute: Compute = Compute
     """
     if cache.sample:
         raise SimulationError("sample is modelled by count(..., replay='sequential') only")
-    if not 0 <= warmup < trace.num_passes:
+    if isinstance(warmup, bool) or not isinstance(warmup, (int, np.integer)) or not 0 <= warmup < trace.num_passes:
         raise SimulationError(f"warmup={warmup} must leave some of the trace's {trace.num_passes} passes")
     E, L = trace.meta.num_experts, trace.num_layers
     if cache.policy == "belady" or (usage is None and (cache.pinned or cache.policy == "static")):
@@ -42,13 +43,14 @@ def replay(trace: Trace, cache: Cache, disk: Disk, *, compute: Compute = Compute
         own_usage = np.zeros(L * E, np.int64)   # nobody asks
     first, when = counting.occurrences(trace, own_usage) if cache.policy == "belady" else (np.zeros(1, np.int64), np.zeros(1, np.int32))
     fresh = counting.fresh_passes(trace, cold)
-    follows = _following(trace) if prefetch is not None and prefetch.cross_token else np.zeros(trace.num_passes, np.bool_)
-    routing = events.Routing(trace.experts_NLK, trace.starts, trace.sequence, fresh, follows, first, when)
+    across = prefetch is not None and prefetch.cross_token
+    follows, runs = (_following(trace), _runs(trace)) if across else (np.zeros(trace.num_passes, np.bool_), trace.sequence)
+    routing = events.Routing(trace.experts_NLK, trace.starts, runs, fresh, follows, first, when)
     times = events.Times(compute.per_layer("attention_ms", L), compute.per_layer("expert_ms", L), compute.per_layer("shared_ms", L),
                          float(compute.head_ms), float(compute.extra_token), bool(compute.overlap))  # fmt: skip
     guesses = _guesses(trace, prefetch, times)
-    record = timeline or (0, 0)
-    if not 0 <= record[0] <= record[1] <= trace.num_passes:
+    record = (0, 0) if timeline is None else tuple(timeline)
+    if len(record) != 2 or not all(isinstance(s, (int, np.integer)) for s in record) or not 0 <= record[0] <= record[1] <= trace.num_passes:
         raise SimulationError(f"timeline={record} must be passes (first, end) within 0..{trace.num_passes}")
     p = _settings(cache, disk, E, prefetch, warmup, record)
     room = (record[1] - record[0]) * (8 * L * trace.meta.top_k + 16)
@@ -62,6 +64,10 @@ def replay(trace: Trace, cache: Cache, disk: Disk, *, compute: Compute = Compute
         if q.at[dq.RECORDED] <= room:
             break
         room = int(q.at[dq.RECORDED])
+    if not spans[-1, 1] <= LONGEST:
+        raise SimulationError(f"the replay takes longer than {LONGEST:g} ms, where times lose their digits: disk or processor is too slow")
+    if not q.per_pass[warmup:, dq.ACCESSES].any():
+        raise SimulationError(f"no expert is asked for after the warm-up of {warmup} passes, so there is nothing to measure")
     ledger = ledger_of(q, r)
     ledger.check()
     if prefetch is not None and not ledger.issued:
@@ -118,7 +124,9 @@ def _guesses(trace: Trace, prefetch: Prefetch | None, times: events.Times) -> ev
     limit = np.full(experts.shape[:3], wanted, np.int16)
     if prefetch.threshold is not None:
         for i, p in enumerate(held):
-            limit[i] = (p.scores_NLM[..., :wanted] >= prefetch.threshold).sum(-1)
+            scores = p.scores_NLM[..., :wanted]
+            range_ = np.finfo(scores.dtype)
+            limit[i] = (scores >= min(max(prefetch.threshold, float(range_.min)), float(range_.max))).sum(-1)
     return events.Guesses(horizons, False, experts, limit, window, prefetch.expire, prefetch.cancel, prefetch.cross_token)
 
 
@@ -131,6 +139,17 @@ def _following(trace: Trace) -> np.ndarray:
             before, now = parts[s - 1], parts[s]
             follows[s] = now[0] == before[0] if len(now) == len(before) == 1 else np.isin(now, before).all()
     return follows
+
+
+def _runs(trace: Trace) -> np.ndarray:
+    """int32 [N] for the event loop, in which a token has its neighbour's number unless its pass has no later token of its sequence, so
+    that sequences may be interleaved in a pass."""
+    of_pass = np.repeat(np.arange(trace.num_passes), np.diff(trace.starts))
+    order = np.lexsort((trace.sequence, of_pass))   # stable: the tokens of a sequence keep their order
+    sequence, of_pass = trace.sequence[order], of_pass[order]
+    last = np.ones(trace.num_tokens, np.bool_)
+    last[order[:-1]] = (sequence[1:] != sequence[:-1]) | (of_pass[1:] != of_pass[:-1])
+    return np.concatenate([[0], np.cumsum(last[:-1])]).astype(np.int32)
 
 
 def _first_token(trace: Trace, spans: np.ndarray, warmup: int) -> np.ndarray:

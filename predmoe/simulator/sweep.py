@@ -31,8 +31,8 @@ def sweep(trace: Trace, *, cache: Cache = Cache(slots=64), disk: Disk = Disk(), 
     and `prefetch.source`. Settings of the prefetch do not multiply the demand rows. Returns one row per cell, in the order of
     the axes: the axes' values and `Outcome.summary`. Replays run in threads (the compiled loop holds no lock), as many as there are cores.
     """
-    if workers is not None and workers < 1:
-        raise SimulationError(f"workers={workers}: a sweep needs at least one")
+    if workers is not None and (not isinstance(workers, int) or workers < 1):
+        raise SimulationError(f"workers={workers!r}: a sweep needs at least one")
     unknown = sorted(set(axes) - set(AXES))
     if unknown:
         raise SimulationError(f"unknown axes {', '.join(unknown)}; a sweep has {', '.join(AXES)}")
@@ -65,7 +65,7 @@ def _cell(values: dict[str, Sequence], choice: tuple) -> tuple:
     picked = dict(zip(values, choice))
     if picked["policy"] == DEMAND:
         picked |= {name: None for name in picked if name in _PREFETCH}
-    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in picked.items())
+    return tuple((name, tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value) for name, value in picked.items())
 
 
 def _settings(cell: dict, cache: Cache, disk: Disk, compute: Compute, prefetch: Prefetch) -> tuple:

@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def read(path: str | os.PathLike, kind: str | None = None, **options) -> Trace:
         raise TraceError(f"{path}: the format {kind} does not say {', '.join(missing)}: give it")
     try:
         return READERS[kind](path, **options)
+    except RecursionError:
+        raise TraceError(f"{path}: not a trace of the format {kind}, its JSON is nested too deep") from None
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text (byte {error.start}), so not a trace of the format {kind}") from None
     except TraceError as error:
@@ -86,6 +89,11 @@ def _number(text: str, kind: type, line: int, path: Path, name: str):
         raise TraceError(f"{path}, line {line}: {name} is {text!r}, not a number") from None
 
 
+def _small(text: str) -> bool:
+    """A whole number that could be a count of layers or experts."""
+    return text.isdecimal() and len(text) < 10
+
+
 @reader("route")
 def route_csv(path: Path, *, source: str = "", domain: str = "", on_policy: bool | None = None) -> Trace:
     """route_trace v1. Each turn is a sequence; prefill rows of a turn form one pass, each decode step another.
@@ -121,9 +129,9 @@ def route_csv(path: Path, *, source: str = "", domain: str = "", on_policy: bool
     if not rows:
         raise TraceError(f"{path}: the trace is empty: no row")
     for name in ("n_expert", "n_expert_used"):
-        if not facts.get(name, "").isdecimal():
+        if not _small(facts.get(name, "")):
             raise TraceError(f"{path}: the '#' lines do not give {name} as a number")
-    if not facts.get("n_layer", "0").isdecimal():
+    if not _small(facts.get("n_layer", "0")):
         raise TraceError(f"{path}: n_layer is {facts['n_layer']!r}, not a number")
     if negative := [layer for layer in sizes if sizes[layer] < 0]:
         raise TraceError(f"{path}: the expert_bytes of layer {negative[0]} are negative")
@@ -215,6 +223,8 @@ def token_jsonl(path: Path, *, num_experts: int | None = None, expert_bytes=1, m
 def _rectangle(layers, shape: tuple[int, int], at: str) -> None:
     if not isinstance(layers, list) or not all(isinstance(ids, list) for ids in layers):
         raise TraceError(f"{at}: not a list of expert ids for each layer")
+    if 0 in shape:
+        raise TraceError(f"{at}: no expert id")
     if len(layers) != shape[0]:
         raise TraceError(f"{at}: {len(layers)} layers, not {shape[0]}")
     for l, ids in enumerate(layers):
@@ -231,11 +241,13 @@ def prompt_json(path: Path, *, prompt: str | None = None, expert_bytes=1, source
         data = json.loads(path.read_text(encoding="utf-8"))
         prompts = data["prompts"]
         shape = (int(data["num_layers"]), int(data["top_k"]))
+        if min(shape) < 1:
+            raise ValueError(f"{shape[0]} layers, top-{shape[1]}")
         num_experts = int(data["num_experts"])
         steps = {name: [(part, kind, list(prompts[name].get(part, []))) for part, kind in (("prefill", PREFILL), ("decode", DECODE))] for name in prompts}
     except UnicodeDecodeError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise TraceError(f"{path}: not a per-prompt trace, or cut short ({error})") from None
     if prompt is not None and prompt not in prompts:
         raise TraceError(f"{path}: no prompt {prompt!r}; it has {', '.join(prompts)}")
@@ -268,9 +280,11 @@ def array_npz(path: Path, *, num_experts: int | None = None, expert_bytes=1, seq
         with np.load(path) as file:
             ids, offsets = file["ids"], file["seq_offsets"].astype(np.int64)
             held = {name: file[name] for name in ("weight_seq", "weight_offsets", "weights_bf16_bits") if name in file}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
         raise TraceError(f"{path}: not an npz with ids and seq_offsets, or cut short ({error})") from None
-    if ids.ndim != 3 or not len(ids):
+    if ids.ndim != 3 or not ids.size:
         raise TraceError(f"{path}: the trace is empty, or ids has the shape {ids.shape} instead of (tokens, layers, k)")
     if ids.dtype.kind not in "iu":
         raise TraceError(f"{path}: ids are {ids.dtype}, not integers")
@@ -285,6 +299,8 @@ def array_npz(path: Path, *, num_experts: int | None = None, expert_bytes=1, seq
         raise TraceError(f"{path}: a sequence is asked for twice")
     pick = np.concatenate([np.arange(offsets[q], offsets[q + 1]) for q in chosen])
     weights = None
+    if wrong := [name for name, array in held.items() if array.dtype.kind not in "iu" or name != "weights_bf16_bits" and array.ndim != 1]:
+        raise TraceError(f"{path}: {wrong[0]} is no list of whole numbers")
     if len(held) == 3 and np.isin(chosen, held["weight_seq"]).all():
         if len(held["weight_offsets"]) != len(held["weight_seq"]) + 1:
             raise TraceError(f"{path}: weight_offsets must have one entry more than the {len(held['weight_seq'])} of weight_seq")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import mmap
 import os
 import warnings
@@ -68,6 +69,11 @@ class Meta:
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or value < 0:
                 raise TraceError(f"{name}={value!r} must be a whole number of at least 0")
+        for name in ("model", "source", "domain", "notes"):
+            if not isinstance(getattr(self, name), str):
+                raise TraceError(f"{name}={getattr(self, name)!r} must be text")
+        if self.on_policy not in (True, False, None):
+            raise TraceError(f"on_policy={self.on_policy!r} must be true, false or null")
         if not self.layers:
             raise TraceError("a trace needs at least one mixture-of-experts layer")
         if not self.model_layers:
@@ -165,6 +171,8 @@ class Trace:
         where = where or (lambda n, l: f"row {n * self.num_layers + l} (token {n}, layer {self.meta.layers[l]})")
         self._check_shapes()
         check_experts(self.experts_NLK, self.meta, where)
+        if (self.experts_NLK == ABSENT).all():
+            raise TraceError("the trace is empty: no token was routed at any layer")
         if self.weights_NLK is not None:
             _first(~np.isfinite(self.weights_NLK).all(-1), where, "a gate weight is not finite")
             _first((self.weights_NLK < 0).any(-1), where, "a gate weight is negative")
@@ -181,7 +189,7 @@ class Trace:
             raise TraceError("the trace is empty: no token")
         if (L, K) != (len(self.meta.layers), self.meta.top_k):
             raise TraceError(f"experts have the shape {self.experts_NLK.shape}, not (tokens, {len(self.meta.layers)} layers, top-{self.meta.top_k})")
-        S = len(self.phase)
+        S = self.phase.size
         if self.starts.ndim != 1 or self.phase.ndim != 1 or len(self.starts) != S + 1 or self.starts[0] != 0 or self.starts[-1] != N or (np.diff(self.starts) < 1).any():
             raise TraceError(f"starts must rise from 0 to the {N} tokens, one offset for each of the {S} passes and the end")
         if not np.isin(self.phase, (PREFILL, DECODE)).all():
@@ -300,10 +308,10 @@ def load(path: str | os.PathLike, *, check: bool = True) -> Trace:
     try:
         header = json.loads(metadata[_KEY])
         version = header["version"]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise TraceError(f"{path}: a safetensors file, but no trace; `predmoe trace import` makes traces from other formats") from None
     if version != VERSION:
-        raise TraceError(f"{path}: trace version {version}, this program reads version {VERSION}")
+        raise TraceError(f"{path}: trace version {version!r}, this program reads version {VERSION}")
     try:
         predictions = {}
         for name in arrays:
@@ -314,7 +322,7 @@ def load(path: str | os.PathLike, *, check: bool = True) -> Trace:
                       arrays.get("weights"), arrays.get("token_ids"), predictions)  # fmt: skip
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise TraceError(f"{path}: the trace is incomplete, {error} is missing or unknown") from None
     for name, array in arrays.items():
         if array.dtype not in _TYPES.get(name.split("/")[-1], ()):
@@ -345,12 +353,12 @@ def _map(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
         raise TraceError(f"{path}: not a trace, or cut short: its header has {length} bytes, the file {size}")
     try:
         entries = json.loads(bytes(view[8 : 8 + length]))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise TraceError(f"{path}: not a trace file (its header is not JSON)") from None
     try:
         metadata = entries.pop("__metadata__", {})
-        places = {name: (entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in entries.items()}
-        end = 8 + length + max((last for *_, last in places.values()), default=0)
+        places = {name: (str(entry["dtype"]), tuple(entry["shape"]), *entry["data_offsets"]) for name, entry in entries.items()}
+        end = 8 + length + max((last for _, _, _, last in places.values()), default=0)
     except (AttributeError, KeyError, TypeError, ValueError):
         raise TraceError(f"{path}: not a trace file (its header is not that of a safetensors file)") from None
     if end > size:
@@ -359,9 +367,9 @@ def _map(path: Path) -> tuple[dict[str, np.ndarray], Mapping[str, str]]:
     for name, (dtype, shape, first, last) in places.items():
         if dtype not in _DTYPES:
             raise TraceError(f"{path}: {name} has the type {dtype}, which no trace uses")
-        if not all(isinstance(n, int) and n >= 0 for n in (*shape, first, last)):
+        if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):   # true is no length
             raise TraceError(f"{path}: {name} has the shape {shape} at {first}..{last}, which are not whole numbers")
-        if first < 0 or last - first != int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize:
+        if last - first != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
             raise TraceError(f"{path}: {name} has {last - first} bytes, which is not the shape {shape} of {dtype}")
         arrays[name] = np.frombuffer(view[8 + length + first : 8 + length + last], _DTYPES[dtype]).reshape(shape)
     return arrays, metadata
