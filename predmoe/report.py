@@ -42,6 +42,9 @@ def write(profile: str, failures: Mapping[str, str] = {}) -> Path:
     """
     folder = paths.outputs(profile)
     executed = {path.stem: path for path in sorted(folder.glob("*/*.ipynb")) if path.stem == path.parent.name and re.match(rf"\d\d_|{EXPLORE}$", path.stem)}
+    damaged = {name: sentence for name, path in executed.items() if (sentence := _damage(path))}
+    executed = {name: path for name, path in executed.items() if name not in damaged}
+    failures = {**damaged, **failures}
     jinja = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined)
     shared = {"profile": profile, "style": _style()}
 
@@ -75,7 +78,8 @@ def _index(profile: str, executed: Mapping[str, Path], failures: Mapping[str, st
     if failures and claims:
         problem = f"Not everything ran: {', '.join(failures)}. The claims below are those of the last complete report."
     return {"claims": claims, "problem": problem, "figure": _summary(profile), "experiments": experiments, "pages": set(executed),
-            "ran": len(executed), "marks": MARKS, "explore": EXPLORE in executed}  # fmt: skip
+            "ran": len(executed), "marks": MARKS,
+            "tally": [(verdict, number) for verdict in MARKS if (number := sum(claim["verdict"] == verdict for claim in claims))], "explore": EXPLORE in executed}  # fmt: skip
 
 
 def _title(name: str, executed: Mapping[str, Path]) -> str:
@@ -90,8 +94,33 @@ def _state(name: str, executed: Mapping[str, Path], failures: Mapping[str, str])
         return f"failed: {failures[name]}" + (" The page is that of an earlier execution." if name in executed else "")
     if name not in executed:
         return "not run"
-    record = executed[name].with_name("executed.json")
-    return f"executed in {json.loads(record.read_text())['seconds']:.0f} s" if record.exists() else "executed"
+    seconds = _json(executed[name].with_name("executed.json")).get("seconds")
+    return f"executed in {seconds:.0f} s" if isinstance(seconds, (int, float)) else "executed"
+
+
+def _damage(notebook: Path) -> str | None:
+    """What is wrong with an executed copy, in a sentence."""
+    try:
+        nbformat.validate(nbformat.read(notebook, as_version=4))
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError, AttributeError, TypeError, KeyError):   # the last three of JSON that is another thing
+        return "its executed copy is damaged: run it again with --force."
+    return None
+
+
+def _json(path: Path) -> dict:
+    """The object in a file; an empty one where the file is absent, damaged or no object: what is asked of it is then left out of the page."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _alternatives(folder: Path) -> dict[str, dict]:
+    """The figures of an experiment by name, as its results.json lists them; of another schema: none."""
+    figures = _json(folder / "results.json").get("figures")
+    listed = figures if isinstance(figures, list) else []
+    return {figure["name"]: figure for figure in listed if isinstance(figure, dict) and {"name", "alt", "svg"} <= figure.keys()}
 
 
 def _summary(profile: str) -> dict | None:
@@ -99,10 +128,7 @@ def _summary(profile: str) -> dict | None:
     folder = paths.outputs(profile) / "00_report"
     for name, kind in (("summary.svg", "image/svg+xml"), ("summary.png", "image/png")):
         if (source := folder / "figures" / name).exists():
-            described = {}
-            if (folder / "results.json").exists():
-                described = {f["name"]: f["alt"] for f in json.loads((folder / "results.json").read_text()).get("figures", [])}
-            alt = described.get("summary", "Summary of all experiments; the table of claims above has the numbers.")
+            alt = _alternatives(folder).get("summary", {}).get("alt", "Summary of all experiments; the table of claims has the numbers.")
             return {"source": f"data:{kind};base64,{base64.b64encode(source.read_bytes()).decode()}", "alt": alt}
     return None
 
@@ -119,6 +145,7 @@ def notebook_html(path: Path) -> tuple[str, list[tuple[int, str, str]]]:
     exporter = _Exporter()
     notebook = nbformat.read(path, as_version=4)
     _place_explorers(notebook, path.parent)
+    _sharpen(notebook, path.parent)
     body, _ = exporter.from_notebook_node(notebook, {"metadata": {"path": str(path.parent)}})
     return body, [heading for heading in exporter.headings if heading[0] <= 3]
 
@@ -142,6 +169,17 @@ def _place_explorers(notebook: nbformat.NotebookNode, folder: Path) -> None:
             data = json.dumps(table, separators=(",", ":")).replace("<", "\\u003c")
             placed = f'{PLACE}<noscript>{picture}</noscript></div><script type="application/json">{data}</script>'
         output["data"] = {"text/html": placed}
+
+
+def _sharpen(notebook: nbformat.NotebookNode, folder: Path) -> None:
+    """Each saved figure as the SVG that lies beside its PNG, sharp on any screen and in print; found by the alternative text that both carry."""
+    known = {figure["alt"]: folder / figure["svg"] for figure in _alternatives(folder).values()}
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        told = output.get("metadata", {}).get("image/png", {})
+        vector = known.get(told.get("alt"))
+        if "image/png" in output.get("data", {}) and vector and vector.exists():
+            data = base64.b64encode(vector.read_bytes()).decode()
+            output["data"] = {"text/html": f'<img class="figure" src="data:image/svg+xml;base64,{data}" alt="{html.escape(told["alt"])}" width="{told.get("width", 800)}">'}
 
 
 def _explorer_parts() -> dict[str, str]:
