@@ -23,7 +23,7 @@ const ROWS = { demand: "no prefetch", router: "next layer's router", predictor: 
 const KINDS = ["computation", "stall", "demand read", "prefetch read"];
 const COLUMNS = [["tok_s", "Speed", "tok/s", (v) => digits(v)], ["gain", "Gain", "%", (v) => signed(100 * v)], ["hit_rate", "Hits", "%", (v) => (100 * v).toFixed(1)],
   ["stall_ms", "Stall", "ms/token", (v) => digits(v)], ["read_mb", "Read", "MB/token", (v) => digits(v)], ["wasted_mb", "Wasted", "MB/token", (v) => digits(v)]];
-const SILENCE_MS = 4000; // without an answer for so long, no kernel is there
+const SILENCE_MS = 20000; // without an answer for so long, no kernel is there
 
 const digits = (v) => (v === 0 ? "0" : Math.abs(v) >= 1000 ? v.toFixed(0) : Math.abs(v) < 0.001 ? v.toExponential(1) : v.toPrecision(4));
 const short = (v) => Number(v.toPrecision(4)).toString();
@@ -38,6 +38,7 @@ function render({ model, el }) {
   const root = document.createElement("section");
   root.className = "explorer";
   root.setAttribute("aria-label", "Explorer of cache, disk and prefetch");
+  root.setAttribute("data-lm-suppress-shortcuts", "true"); // arrow keys are the sliders', not JupyterLab's
   root.innerHTML = `<form class="ex-controls" aria-label="Settings"></form>
     <p class="ex-answer" role="status" aria-live="polite"></p>
     <p class="ex-about"></p><div class="ex-results">
@@ -48,11 +49,11 @@ function render({ model, el }) {
   let silence = null;
 
   const ask = (changes) => {
-    model.set("settings", { ...model.get("settings"), ...changes });
-    model.save_changes();
     root.setAttribute("aria-busy", "true");
     clearTimeout(silence);
     silence = setTimeout(() => problem("Nothing answers: this view needs a running kernel. Run the notebook's cells again."), SILENCE_MS);
+    model.set("settings", { ...model.get("settings"), ...changes });
+    model.save_changes(); // a page answers at once, a kernel later
   };
   const problem = (text) => { part("answer").textContent = text; part("answer").classList.add("ex-problem"); };
   const drawControls = () => {
