@@ -264,8 +264,9 @@ LATENCIES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 LAYERS_MS = (0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
-def controls(held: Held, chosen: Mapping[str, tuple[str, ...]]) -> list[dict]:
-    """What can be chosen for a trace: name, kind (menu or range) and values of each control. `chosen`: the values of trace and arm.
+def controls(held: Held, chosen: Mapping[str, tuple[str, ...]], more: Mapping[str, float] = {}) -> list[dict]:
+    """What can be chosen for a trace: name, kind (menu or range) and values of each control. `chosen`: the values of trace and arm; `more`: a further
+    position of a range, such as a disk that was measured.
 
     The horizon goes to the number of layers, one past the last that can be asked, so that one can see what is said there.
     """
@@ -277,6 +278,8 @@ def controls(held: Held, chosen: Mapping[str, tuple[str, ...]]) -> list[dict]:
     ranges = {"horizon": range(1, trace.num_layers + 1), "budget": range(max(min(spare, default=0) - trace.meta.top_k, 0) + 1), "slots": every,
               "gb_per_s": BANDWIDTHS, "latency_ms": LATENCIES, "layer_ms": LAYERS_MS}  # fmt: skip
     order = ("trace", "arm", "predictor", "policy", "guard", "horizon", "budget", "slots", "gb_per_s", "latency_ms", "layer_ms")
+    for name, value in more.items():
+        ranges[name] = sorted({*ranges[name], value} if name != "slots" or value <= keys else ranges[name])
     shown = [{"name": name, "kind": "menu" if name in menus else "range", "values": list((menus | ranges)[name])} for name in order]
     shown[order.index("slots")]["of"] = keys
     return shown

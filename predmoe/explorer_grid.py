@@ -23,7 +23,7 @@ import numpy as np
 
 from . import explore, plots_explorer, results
 from .explore import DEMAND, ORACLE, ROUTER, Held, Settings
-from .explorer_widget import Explorer, Sources
+from .explorer_widget import MEASURED, Explorer, Sources, explorer
 from .simulator import Outcome
 
 VERSION = 1
@@ -50,6 +50,7 @@ def tabulate(widget: Explorer, *, grid: Mapping[str, Sequence] | None = None, ch
     values = dict(grid or (GRID if keys <= LARGE else COARSE))
     values |= {"trace": names, "arm": arms, "slots": sorted({max(1, round(share * keys)) for share in SHARES})}
     offered = {control["name"]: control for control in explore.controls(held[names[0], arms[0]], {"trace": tuple(names), "arm": tuple(arms)})}
+    values |= {name: sorted({*values[name], widget.settings[name]}) for name in MEASURED}   # where the widget stands is in the table
     values["predictor"] = offered["predictor"]["values"][:3]
     for name in ("horizon", "budget"):
         values[name] = [value for value in values[name] if value in offered[name]["values"]] or offered[name]["values"][:1]
@@ -141,7 +142,7 @@ def close(run: results.Experiment, sources: Sources, *, grid: Mapping[str, Seque
 
     `chosen` and `grid` as in `tabulate`; the smoke profile's grid is coarse.
     """
-    widget = Explorer(sources, settings)
+    widget = explorer(sources, **settings)
     table = tabulate(widget, grid=grid or (COARSE if run.profile == "smoke" else None), chosen=chosen)
     view = explore.view(widget.held(widget.settings["trace"], widget.settings["arm"]), Settings.read(widget.settings))
     save(table, run.folder / FILE)

@@ -28,6 +28,7 @@ ASSETS = Path(__file__).parent / "assets"
 EXPERT_BYTES = reference_table.REFERENCE["expert_bytes"]   # as in 05_cache_simulation: our routing, a large model's machine
 LARGEST_FILE = 8_000_000                                   # bytes: a notebook's server closes the line at 10 MiB
 IMPORTED = "as imported"
+MEASURED = ("slots", "gb_per_s", "latency_ms", "layer_ms")   # of these the first position is offered as it is, whatever else is
 FAULTS = (ConfigError, SimulationError, TraceError, OSError)
 Sources = Mapping[str, Mapping[str, "Trace | Held | Callable[[], Held]"]]   # trace -> arm -> what is replayed, or what makes it when it is first chosen
 
@@ -48,6 +49,7 @@ class Explorer(anywidget.AnyWidget):
     def __init__(self, sources: Sources, settings: Mapping | None = None, imports: bool = True):
         self.sources = {name: dict(arms) for name, arms in sources.items()}
         self._held: dict[tuple[str, str], Held] = {}
+        self._more = {name: value for name, value in (settings or {}).items() if name in MEASURED}
         first = next(iter(self.sources))
         start = {"trace": first, "arm": next(iter(self.sources[first]))} | dict(settings or {})
         super().__init__(imports=LARGEST_FILE if imports else 0)
@@ -78,7 +80,7 @@ class Explorer(anywidget.AnyWidget):
             if arms and settings.get("arm") not in arms:
                 settings["arm"] = arms[0]
             held = self.held(settings.get("trace"), settings.get("arm"))
-            offered = explore.controls(held, {"trace": tuple(self.sources), "arm": arms})
+            offered = explore.controls(held, {"trace": tuple(self.sources), "arm": arms}, self._more)
             if offered != self.controls:
                 settings = explore.nearest(settings, offered, self.controls)
             view = explore.view(held, Settings.read(settings))
@@ -110,8 +112,8 @@ class Explorer(anywidget.AnyWidget):
 
 
 def explorer(sources: Sources, **settings) -> Explorer:
-    """The widget over `sources`; `settings` are the controls' first positions, by the names of `explore.Settings`."""
-    return Explorer(sources, settings)
+    """The widget over `sources`; `settings` are the controls' first positions, by the names of `explore.Settings`, numbers to three digits."""
+    return Explorer(sources, {name: float(f"{value:.3g}") if isinstance(value, float) else value for name, value in settings.items()})
 
 
 def read_file(name: str, content: bytes) -> Held:

@@ -199,7 +199,7 @@ function timeline(view, hatch, width) {
   out.push(`<text x="0" y="${y + 19}">time (ms)</text>`);
   const passes = parts[0].ends.length, said = parts.map((p) => `${p.row === "demand" ? "without prefetch" : "with the predictor"} ${digits(p.ms)} ms, of which ${digits((p.ms * p.rows.filter((r) => r[0] === 1).reduce((sum, r) => sum + r[2], 0)) / unit)} stalled`).join("; ");
   const key = KINDS.map((name, kind) => `<span class="ex-key"><span class="ex-swatch ex-back${kind}"></span>${name}</span>`).join(" ");
-  return `<figcaption>Disk and processor in the last ${passes === 1 ? "token" : `${passes} tokens`} of the trace. Black line: a token is done.<br>${key}</figcaption>
+  return `<figcaption>Disk and processor in the last ${passes === 1 ? "token" : `${passes} tokens`} of the trace. A line across both: a token is done.<br>${key}</figcaption>
     <svg viewBox="0 0 ${W} ${H}" role="img" aria-label="Timeline: ${escaped(said)}"><defs><pattern id="${hatch}" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><path d="M0 0v7" class="ex-hatch"/></pattern></defs>${out.join("")}</svg>`;
 }
 
