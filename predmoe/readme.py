@@ -17,7 +17,7 @@ BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
 
 def render(text: str) -> str:
     """README's text with every computed part brought up to date."""
-    for name, part in (("results:cpu", findings("cpu")), ("benchmarks", benchmarks()), ("sources", sources()), ("tiers", tiers())):
+    for name, part in (("results:cpu", findings("cpu")), ("explorer", screenshot("cpu")), ("benchmarks", benchmarks()), ("sources", sources()), ("tiers", tiers())):
         closing = f"{name.split(':')[0]}:end"
         pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- {re.escape(closing)} -->)", re.DOTALL)
         text, found = pattern.subn(lambda match: f"{match[1]}{part}{match[2]}", text)
@@ -40,6 +40,15 @@ def findings(profile: str) -> str:
     pictures = [f"![{figure['alt']}](outputs/{profile}/00_report/{figure['png']})" for figure in report["figures"] if figure["name"] == "summary"]
     sentences = "\n".join(f"- {sentence}" for sentence in report["findings"])
     return "\n" + "\n\n".join([*pictures, sentences]) + "\n\n"
+
+
+def screenshot(profile: str) -> str:
+    """The picture of the explorer that scripts/screenshot.py made of a profile's report, where it did."""
+    picture = paths.outputs(profile) / "explore" / "screenshot.png"
+    if not picture.exists():
+        return "\n"
+    alt = "The explorer: controls for trace, model, predictor, cache and disk; the speed with each kind of prefetch; the harm map with the predictor's place on it; the timeline of the last tokens."
+    return f"\n![{alt}](outputs/{profile}/explore/screenshot.png)\n\n"
 
 
 def benchmarks() -> str:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -41,14 +42,19 @@ def lab(tmp_path_factory):
                 page = browser.opened(chromium, offline=False)
                 page.goto(f"http://127.0.0.1:{port}/doc/tree/explore.ipynb?token={TOKEN}")
                 page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=120_000)
+                page.get_by_text("Python 3 | Idle").wait_for(timeout=120_000)   # before that JupyterLab asks for a kernel
                 page.get_by_role("menuitem", name="Run", exact=True).click()
                 page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
                 page.wait_for_selector(".explorer[data-settings]", timeout=240_000)
                 page.locator(".explorer").scroll_into_view_if_needed()
                 yield page
             finally:
-                server.terminate()
-                server.wait(30)
+                server.send_signal(signal.SIGINT)   # twice: at once, with its kernels
+                server.send_signal(signal.SIGINT)
+                try:
+                    server.wait(30)
+                except subprocess.TimeoutExpired:
+                    server.kill()
 
 
 def _until_it_answers(address, server, log):
