@@ -38,7 +38,6 @@ function render({ model, el }) {
   const root = document.createElement("section");
   root.className = "explorer";
   root.setAttribute("aria-label", "Explorer of cache, disk and prefetch");
-  root.setAttribute("data-lm-suppress-shortcuts", "true"); // arrow keys are the sliders', not JupyterLab's
   root.innerHTML = `<form class="ex-controls" aria-label="Settings"></form>
     <p class="ex-answer" role="status" aria-live="polite"></p>
     <p class="ex-about"></p><div class="ex-results">
@@ -104,6 +103,7 @@ function field(control, settings, id, ask) {
       <input type="range" id="${name}" name="${control.name}" min="0" max="${control.values.length - 1}" step="1">`;
   }
   const input = box.querySelector("input,select");
+  input.setAttribute("data-lm-suppress-shortcuts", "true"); // arrow keys are the slider's, not JupyterLab's, which looks at the focused element first
   place(input, control, settings[control.name]);
   input.addEventListener(control.kind === "menu" ? "change" : "input", () => {
     const value = control.values[Number(input.value)];
