@@ -241,7 +241,9 @@ class Backbone:
     def __init__(self, model: nn.Module):
         self.model, self.gates = model, find_gates(model)
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model   # peft's wrapper
-        self.decoder = inner.get_decoder() if hasattr(inner, "get_decoder") else inner
+        self.decoder = inner.get_decoder()
+        if self.decoder is inner and isinstance(getattr(inner, "model", None), nn.Module):   # a family whose prefix is another's
+            self.decoder = inner.model
         text = inner.config.get_text_config()
         context = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
         vocab = model.get_input_embeddings().weight.shape[0]

@@ -10,6 +10,8 @@ COMMON = dict(vocab_size=V, hidden_size=D, num_hidden_layers=LAYERS, num_attenti
               moe_intermediate_size=24, max_position_embeddings=CONTEXT, initializer_range=0.3, num_experts_per_tok=K, pad_token_id=0, bos_token_id=1, eos_token_id=2,
               tie_word_embeddings=False)  # fmt: skip
 LATENT = dict(num_key_value_heads=4, head_dim=None, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, kv_lora_rank=16, q_lora_rank=16)   # DeepSeek's attention
+NOT_DBRX = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size",
+                          "max_position_embeddings", "num_experts_per_tok"))  # fmt: skip
 GROUPS = dict(n_group=4, topk_group=2)
 
 # family -> (what its configuration changes, layers with a gate, shared experts)
@@ -30,6 +32,13 @@ FAMILIES = {
     "flex_olmo": (dict(num_experts=E), range(LAYERS), 0),
     "dots1": (GROUPS | dict(n_routed_experts=E, n_shared_experts=1, first_k_dense_replace=1), (1, 2, 3), 1),
     "lfm2_moe": (dict(num_experts=E, num_dense_layers=1, layer_types=["full_attention"] * LAYERS), (1, 2, 3), 0),
+    "afmoe": (dict(num_experts=E, num_shared_experts=1, num_dense_layers=1, layer_types=["full_attention"] * LAYERS), (1, 2, 3), 1),
+    "exaone_moe": (GROUPS | dict(num_experts=E, num_shared_experts=1, first_k_dense_replace=1, layer_types=["full_attention"] * LAYERS), (1, 2, 3), 1),
+    "granitemoeshared": (dict(num_local_experts=E, shared_intermediate_size=24), range(LAYERS), 1),
+    "minimax": (dict(num_local_experts=E, layer_types=["full_attention"] * LAYERS), range(LAYERS), 0),
+    "jamba": (dict(num_experts=E, attn_layer_period=1, attn_layer_offset=0, expert_layer_period=2, expert_layer_offset=1, use_mamba_kernels=False), (1, 3), 0),
+    "dbrx": (NOT_DBRX | dict(d_model=D, n_heads=4, n_layers=LAYERS, max_seq_len=CONTEXT, attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+                             ffn_config=dict(ffn_hidden_size=24, moe_num_experts=E, moe_top_k=K)), range(LAYERS), 0),   # its gate returns a tensor, its block chooses
     "hunyuan_v1_moe": (dict(num_experts=E, moe_topk=K), range(LAYERS), 1),
 }
 ASKED = list(FAMILIES)[:10]
