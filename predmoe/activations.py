@@ -33,7 +33,8 @@ class DiskRows:
             raise ConfigError(f"{folder}: no such folder to keep activations in")
         free = shutil.disk_usage(folder).free
         if free < N * self.row_bytes:
-            raise ConfigError(f"activations need {N * self.row_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free: name another folder, or take fewer tokens")
+            sizes = f"activations need {N * self.row_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free"
+            raise ConfigError(f"{sizes}: name another folder, or take fewer tokens")
         self._file = tempfile.TemporaryFile(dir=folder)
 
     def __setitem__(self, rows: slice, values_nLD: Tensor) -> None:
@@ -87,8 +88,8 @@ def plan(budget: int, shape, *, tokens: int, batch_tokens: int, horizons: int, T
     captured, scored = width * 10, width * 8 + scores * 48 + shape.vocab_size * 12
     least = max(batch_tokens * fitted, T * captured, T * scored)
     if least > budget:
-        raise ConfigError(f"a budget of {budget / 1e6:.3g} MB does not hold one batch ({batch_tokens} tokens) or window ({T} tokens), which takes {least / 1e6:.3g} MB: "
-                          "raise it (--memory-mb), or lower the batch or the context")  # fmt: skip
+        raise ConfigError(f"a budget of {budget / 1e6:.3g} MB does not hold one batch ({batch_tokens} tokens) or window ({T} tokens), "
+                          f"which takes {least / 1e6:.3g} MB: raise it (--memory-mb), or lower the batch or the context")  # fmt: skip
     cache = tokens * width * 2
     on_disk = cache + least > budget
     left = budget - (0 if on_disk else cache)

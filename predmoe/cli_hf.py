@@ -12,10 +12,11 @@ from .config import ConfigError
 def add_model(command, purpose: str, *, required: bool) -> None:
     """The options that name a model and its text's tokens."""
     group = command.add_argument_group("a transformers model")
-    group.add_argument("--model", required=required, metavar="PATH_OR_HUB_ID", help=f"{purpose}: a folder (a checkpoint, or a run of the store) or a hub id; only models whose gates are recognised")
+    group.add_argument("--model", required=required, metavar="PATH_OR_HUB_ID",
+                       help=f"{purpose}: a folder (a checkpoint, or a run of the store) or a hub id; only models whose gates are recognised")  # fmt: skip
     group.add_argument("--tokenizer", help="bpe8k, gpt2, a folder or a hub id (default: the model's own)")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto, as stored)")
-    group.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: cpu)")
+    group.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto, as stored)")
+    group.add_argument("--device", help="cpu, cuda or cuda:N (default: cpu)")
 
 
 def add_recording(command) -> None:
@@ -23,8 +24,8 @@ def add_recording(command) -> None:
     add_model(command, "record this model instead of a profile's", required=False)
     command.add_argument("--text", nargs="+", default=[], metavar="TEXT", help="with --model: texts, one sequence each")
     command.add_argument("--text-file", nargs="+", default=[], type=Path, metavar="FILE", help="with --model: files of text, one sequence each")
-    command.add_argument("--horizon", nargs="+", type=int, metavar="H", help="with --model: layers ahead, in MoE layers (default: those of --heads, else 1 2 4)")
-    command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="with --model: predictors that `probe --save` wrote: linear=FILE ranking=FILE")
+    command.add_argument("--horizon", nargs="+", type=int, metavar="H", help="with --model: MoE layers ahead (default: those of --heads, else 1 2 4)")
+    command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="with --model: predictors of `probe --save`: linear=FILE ranking=FILE")
 
 
 def add(commands) -> None:
@@ -37,8 +38,9 @@ def add(commands) -> None:
     command.add_argument("--corpus", default="offline", help="offline, fineweb-edu or files:PATH (default: offline)")
     command.add_argument("--horizon", nargs="+", type=int, metavar="H", help="layers ahead, in MoE layers (default: 1 2 4, as far as the model has them)")
     command.add_argument("--context", type=int, metavar="T", help="tokens of a window (default: 512, or the model's context)")
-    whole = (("tokens", 100_000, "training tokens"), ("heldout-tokens", 65_536, "tokens that are evaluated"), ("dev-tokens", 32_768, "tokens that say when a fit has converged"),
-             ("batch-tokens", 2048, "tokens of a step of the fit"), ("max-steps", 6000, "steps of a fit at most"), ("seed", 0, "of the heads and of the order of their batches"))  # fmt: skip
+    whole = (("tokens", 100_000, "training tokens"), ("heldout-tokens", 65_536, "tokens that are evaluated"),
+             ("dev-tokens", 32_768, "tokens that say when a fit has converged"), ("batch-tokens", 2048, "tokens of a step of the fit"),
+             ("max-steps", 6000, "steps of a fit at most"), ("seed", 0, "of the heads and of the order of their batches"))  # fmt: skip
     for name, default, what in whole:
         command.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     command.add_argument("--memory-mb", type=float, default=4000.0, metavar="N",
@@ -65,7 +67,7 @@ def _probe(options) -> int:
                                            eval_every=min(PosthocConfig.eval_every, options.max_steps)),
                          memory=int(options.memory_mb * 1e6), scratch=str(options.scratch) if options.scratch else None)  # fmt: skip
     say = (lambda line: None) if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
-    backbone = load(options.model, dtype=options.dtype, device=options.device)
+    backbone = load(options.model, dtype=options.dtype or "auto", device=options.device or "cpu")
     result, fitted = probe(backbone, tokenizer_of(options.model, options.tokenizer), config, name=options.model, progress=say)
     sizes = backbone.config
     print(f"{options.model}: {sizes.num_layers} MoE layers of {backbone.model_layers} x {sizes.num_experts} experts, top-{sizes.top_k}; "
@@ -77,7 +79,8 @@ def _probe(options) -> int:
         if not done:
             print(f"predmoe: warning: the {kind} predictor had not converged after {options.max_steps} steps: its hit@k is a lower bound", file=sys.stderr)
     if seems_foreign(result["val_loss"], sizes.vocab_size):
-        print(f"predmoe: warning: text costs {result['val_loss']:.2f} nats a token, more than guessing among all ids: is {result['tokenizer']} the model's tokenizer?", file=sys.stderr)
+        cost = f"text costs {result['val_loss']:.2f} nats a token, more than guessing among all ids"
+        print(f"predmoe: warning: {cost}: is {result['tokenizer']} the model's tokenizer?", file=sys.stderr)
     if options.save:
         print("\npredictors: " + " ".join(f"{path.stem}={path}" for path in save_heads(fitted, options.save)))
     if options.json:
@@ -109,9 +112,10 @@ def record(options):
         if not (equals and file):
             raise ConfigError(f"--heads {given!r} is not KIND=FILE, such as ranking=heads.safetensors")
         heads[kind] = Path(file)
-    backbone = load(options.model, dtype=options.dtype, device=options.device)
-    trace = record_texts(backbone, tokenizer_of(options.model, options.tokenizer), texts, names, model=options.model.rstrip("/").split("/")[-1], prompt=options.prompt,
-                         tokens=options.tokens, horizons=options.horizon, heads=heads, guesses=options.guesses)  # fmt: skip
+    backbone = load(options.model, dtype=options.dtype or "auto", device=options.device or "cpu")
+    called = Path(options.model).resolve().name if Path(options.model).exists() else options.model   # where it lies is nobody's business
+    trace = record_texts(backbone, tokenizer_of(options.model, options.tokenizer), texts, names, model=called, prompt=options.prompt, tokens=options.tokens,
+                         horizons=options.horizon, heads=heads, guesses=options.guesses)  # fmt: skip
     traces.save(trace, options.out)
     return trace
 

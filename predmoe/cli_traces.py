@@ -227,7 +227,7 @@ def _record(options) -> int:
     if options.model is not None:
         print(f"{options.out}: {_size(cli_hf.record(options))}")
         return 0
-    given = {"--text": options.text, "--text-file": options.text_file, "--horizon": options.horizon, "--heads": options.heads, "--tokenizer": options.tokenizer}
+    given = {"--text": options.text, "--text-file": options.text_file, "--horizon": options.horizon, "--heads": options.heads, "--tokenizer": options.tokenizer, "--dtype": options.dtype, "--device": options.device}
     if alone := [name for name, value in given.items() if value]:
         raise ConfigError(f"{', '.join(alone)} can only go with --model: a profile's models are recorded on held-out text")
     profile, arm = options.profile or "smoke", options.arm or "baseline"

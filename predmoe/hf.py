@@ -72,7 +72,8 @@ def find_gates(model: nn.Module) -> list[Gate]:
         kind = next(kind for kind in GATES if kind in children)
         found.setdefault(place[1], []).append(Gate(int(place[2]), f"{name}.{kind}", gate, block, children["experts"]))
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no recognisable gate: no layer holds `experts` beside a `{'` or `'.join(GATES)}`, so it is a dense model or routes in another way")
+        raise ConfigError(f"{type(model).__name__} has no recognisable gate: no layer holds `experts` beside a `{'` or `'.join(GATES)}`, so it is a dense model "
+                          "or routes in another way")  # fmt: skip
     if len(found) > 1:
         raise ConfigError(f"{type(model).__name__} has several stacks of gated layers ({', '.join(found)}): load the language model alone")
     gates = sorted(next(iter(found.values())), key=lambda gate: gate.layer)
@@ -98,17 +99,18 @@ class Capture:
         the weights that the experts' outputs were given. Raises ConfigError that names the layer where a gate was not called, shows
         no logits or no ids, or gave NaN.
         """
-        keep = None if mask_BT is None else mask_BT.reshape(-1).bool()
-        records = [self._record(at, keep) for at in range(len(self.gates))]
+        keep_N = None if mask_BT is None else mask_BT.reshape(-1).nonzero().squeeze(1)   # row numbers: a mask would be waited for at every use
+        records = [self._record(at, keep_N, None if mask_BT is None else mask_BT.numel()) for at in range(len(self.gates))]
         self._seen.clear()
         self._asked.clear()
-        if torch.stack([torch.isnan(record.logits_NE).any().cpu() for record in records]).any():   # one look, not one per layer
+        device = records[0].logits_NE.device
+        if torch.stack([torch.isnan(record.logits_NE).any().to(device) for record in records]).any():   # one look, not one per layer
             at = next(i for i, record in enumerate(records) if torch.isnan(record.logits_NE).any())
             row = int(torch.isnan(records[at].logits_NE).any(1).nonzero()[0])
             raise ConfigError(f"layer {self.gates[at].layer}: the router's logits of token {row} are NaN ({self.gates[at].name}): no expert can be chosen")
         return records
 
-    def _record(self, at: int, keep: Tensor | None) -> Routing:
+    def _record(self, at: int, keep_N: Tensor | None, masked: int | None) -> Routing:
         gate = self.gates[at]
         where = f"layer {gate.layer}: the gate {gate.name}"
         if at not in self._seen:
@@ -122,10 +124,10 @@ class Capture:
         if experts_NK.shape[0] != hidden_ND.shape[0] or experts_NK.shape != gates_NK.shape:
             raise ConfigError(f"{where} chose for {experts_NK.shape[0]} tokens with {tuple(gates_NK.shape)} weights, but was given {hidden_ND.shape[0]} tokens")
         fields = (hidden_ND, logits_NE, experts_NK.long(), gates_NK.float())
-        if keep is not None:
-            if len(keep) != len(hidden_ND):
-                raise ConfigError(f"the mask has {len(keep)} tokens, the forward pass had {len(hidden_ND)}")
-            fields = tuple(part[keep] for part in fields)
+        if keep_N is not None:
+            if masked != len(hidden_ND):
+                raise ConfigError(f"the mask has {masked} tokens, the forward pass had {len(hidden_ND)}")
+            fields = tuple(part.index_select(0, keep_N.to(part.device)) for part in fields)
         hidden_ND, logits_NE, experts_NK, gates_NK = fields
         if self.detach:
             hidden_ND, logits_NE, gates_NK = hidden_ND.detach(), logits_NE.detach(), gates_NK.detach()
@@ -261,7 +263,7 @@ class Backbone:
         sizes = [(r.hidden_ND.shape[1], r.logits_NE.shape[1], r.experts_NK.shape[1]) for r in routing]
         for layer, size in zip(self.layers, sizes):
             if size != sizes[0]:
-                raise ConfigError(f"layer {layer} has width, experts and top-k of {size}, layer {self.layers[0]} has {sizes[0]}: one predictor cannot serve both")
+                raise ConfigError(f"layer {layer} has width, experts and top-k of {size}, layer {self.layers[0]} of {sizes[0]}: one predictor cannot serve both")
         D, E, K = sizes[0]
         self.config = Shape(vocab, D, len(self.gates), E, K, context)
 
@@ -306,7 +308,7 @@ class Backbone:
         if tokens_BT.shape[1] > self.config.context:
             raise ConfigError(f"{tokens_BT.shape[1]} tokens exceed the model's context of {self.config.context}")
         if tokens_BT.numel() and not 0 <= int(tokens_BT.min()) <= int(tokens_BT.max()) < self.config.vocab_size:
-            raise ConfigError(f"token ids reach from {int(tokens_BT.min())} to {int(tokens_BT.max())}, the model's vocabulary from 0 to {self.config.vocab_size - 1}: "
+            raise ConfigError(f"token ids reach from {int(tokens_BT.min())} to {int(tokens_BT.max())}, the model's from 0 to {self.config.vocab_size - 1}: "
                               "the tokenizer is another model's")  # fmt: skip
 
     def _layer_list(self) -> nn.Module:

@@ -49,9 +49,11 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
     source = checkpoint_folder(name)
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False)
+        model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True)
     except Exception as error:   # the libraries below raise a dozen kinds for a file or an id that is not what it should be
         raise ConfigError(_told(name, source, error, "model")) from None
+    if missing := sorted(found["missing_keys"]) or sorted(str(key) for key in found["mismatched_keys"]):   # the library would go on with random weights
+        raise ConfigError(f"{name}: the checkpoint has no {missing[0]} of the shape that its config.json asks for: it is incomplete or another model's")
     try:
         return Backbone(model.to(device).requires_grad_(False).eval())
     except ConfigError as error:
@@ -120,7 +122,8 @@ def tokenizer_of(name: str, asked: str | None = None) -> Tokenizer | HubTokenize
 def check_tokenizer(tokenizer: Tokenizer | HubTokenizer, backbone: Backbone, name: str) -> None:
     """Raise ConfigError where the tokenizer has more ids than the model has embeddings."""
     if tokenizer.vocab_size > backbone.config.vocab_size:
-        raise ConfigError(f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size:,} ids, the vocabulary of {name} {backbone.config.vocab_size:,}: it is another model's")
+        sizes = f"{tokenizer.vocab_size:,} ids, the vocabulary of {name} {backbone.config.vocab_size:,}"
+        raise ConfigError(f"the tokenizer {tokenizer.name} has {sizes}: it is another model's")
 
 
 def encode(texts: Sequence[str], names: Sequence[str], tokenizer, backbone: Backbone, *, tokens: int | None = None) -> tuple[torch.Tensor, list[int]]:
@@ -138,7 +141,8 @@ def encode(texts: Sequence[str], names: Sequence[str], tokenizer, backbone: Back
         if len(ids) > backbone.config.context:
             raise ConfigError(f"{name} has {len(ids)} tokens, the model's context takes {backbone.config.context}: cut it, or record its first ones (--tokens)")
         if max(ids) >= backbone.config.vocab_size:
-            raise ConfigError(f"{name}: the tokenizer {tokenizer.name} gives id {max(ids)}, the model's vocabulary ends at {backbone.config.vocab_size - 1}: it is another model's")
+            last = backbone.config.vocab_size - 1
+            raise ConfigError(f"{name}: the tokenizer {tokenizer.name} gives id {max(ids)}, the model's vocabulary ends at {last}: it is another model's")
         rows.append(ids)
     lengths = [len(ids) for ids in rows]
     padded = torch.full((len(rows), max(lengths)), min(tokenizer.eot, backbone.config.vocab_size - 1))

@@ -45,11 +45,12 @@ def load_heads(kind: str, path: Path, backbone: Backbone) -> Predictor:
 
 
 def record_texts(backbone: Backbone, tokenizer, texts: Sequence[str], names: Sequence[str], *, model: str, prompt: int | None = None, tokens: int | None = None,
-                 horizons: Sequence[int] | None = None, heads: Mapping[str, Path] | None = None, guesses: int | None = None, source: str = "given text") -> Trace:  # fmt: skip
+                 horizons: Sequence[int] | None = None, heads: Mapping[str, Path] | None = None, guesses: int | None = None,
+                 source: str = "given text") -> Trace:  # fmt: skip
     """The trace of a transformers model on texts, one sequence each: its own routing, and the guesses of the next layer's router and of `heads`.
 
-    `prompt`: tokens of a sequence that are its prefill pass (None: 32, or all of the shortest text); `tokens` cuts each text to its first ones. `horizons` (None:
-    those of the heads, without any 1, 2 and 4) count MoE layers. Raises ConfigError or TraceError for what cannot be recorded.
+    `prompt`: tokens of a sequence that are its prefill pass (None: 32, or all of the shortest text); `tokens` cuts each text to its first ones.
+    `horizons` (None: those of the heads, without any 1, 2 and 4) count MoE layers. Raises ConfigError or TraceError for what cannot be recorded.
     """
     check_tokenizer(tokenizer, backbone, model)
     padded, lengths = encode(texts, names, tokenizer, backbone, tokens=tokens)
@@ -60,5 +61,6 @@ def record_texts(backbone: Backbone, tokenizer, texts: Sequence[str], names: Seq
     if horizons is None:
         horizons = [h for h in HORIZONS if h < backbone.config.num_layers]
     ragged = lengths if len(set(lengths)) > 1 else None
-    return record(backbone, padded, scorers, horizons, prompt=min(PROMPT, *lengths) if prompt is None else prompt, origin=Origin(model=model, source=source), guesses=guesses,
-                  half=True, batch_size=max(1, AT_ONCE // padded.shape[1]), lengths=ragged)  # fmt: skip
+    prompt = min(PROMPT, *lengths) if prompt is None else prompt
+    return record(backbone, padded, scorers, horizons, prompt=prompt, origin=Origin(model=model, source=source), guesses=guesses, half=True,
+                  batch_size=max(1, AT_ONCE // padded.shape[1]), lengths=ragged)  # fmt: skip

@@ -204,8 +204,8 @@ def measure(model: MoEModel, cotrained: Predictor | None, run: RunConfig, tokens
     train = training_activations(model, run, tokens, config)
     dev = capture(model, tokens.dev(T).tokens, autocast=autocast)
     seconds = {"capture": time.perf_counter() - started}
-    result, fitted, curves, converged, spent = fit_and_evaluate(model, train, dev, tokens.heldout(T), tokens.domains, horizons, config,
-                                                                next_router=NextRouter(model), cotrained=cotrained, autocast=autocast, progress=progress)  # fmt: skip
+    result, fitted, curves, converged, spent = fit_and_evaluate(model, train, dev, tokens.heldout(T), tokens.domains, horizons, config, next_router=NextRouter(model),
+                                                                cotrained=cotrained, autocast=autocast, progress=progress)  # fmt: skip
     seconds |= spent | {"posthoc": time.perf_counter() - started}
     free = ("token_id", "static")
     result |= {

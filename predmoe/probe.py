@@ -82,7 +82,8 @@ def probe(backbone: Backbone, tokenizer, config: ProbeConfig, *, name: str = "th
     held = plan(config.memory, backbone.config, tokens=windows * T + data.dev_tokens, batch_tokens=config.fit.batch_tokens, horizons=len(horizons), T=T,
                 folder=Path(config.scratch) if config.scratch else None)  # fmt: skip
     tokens = prepare(data, cache=cache, tokenizer=tokenizer)
-    progress(f"caching activations: {held.cache_bytes / 1e6:,.0f} MB {'in a file' if held.on_disk else 'in memory'}, at most {config.memory / 1e6:,.0f} MB in memory")
+    where = "in a file" if held.on_disk else "in memory"
+    progress(f"caching activations: {held.cache_bytes / 1e6:,.0f} MB {where}, at most {config.memory / 1e6:,.0f} MB in memory")
     read = lambda text: capture(backbone, text, batch_size=held.capture_windows, room=held.room, rows_at_once=held.rows_at_once)  # noqa: E731
     train, dev = read(training_text(tokens, data, windows, T)), read(tokens.dev(T).tokens)
     captured = time.perf_counter() - started

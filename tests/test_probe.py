@@ -1,6 +1,7 @@
 """The probe of a transformers model: our own checkpoint gives our own figures, whatever the memory; the commands and what they refuse."""
 
 import json
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -8,6 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hf_families import CONTEXT, D, E, K, V, tiny
 from predmoe import cli, traces
@@ -266,6 +268,10 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
+    shutil.copytree(folder, tmp_path / "short")
+    weights = load_file(tmp_path / "short" / "model.safetensors")
+    lost = next(name for name in sorted(weights) if "self_attn.q_proj" in name)
+    save_file({key: tensor for key, tensor in weights.items() if key != lost}, tmp_path / "short" / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "bytes.txt").write_bytes(b"ab\xff")
     out = ["--out", tmp_path / "t.trace.safetensors"]
     record = lambda *more: ["trace", "record", *more]  # noqa: E731
@@ -276,6 +282,8 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (record("--model", tmp_path / "gone", "--text", "the", *out), f"{tmp_path / 'gone'}: no such folder"),
         (record("--model", tmp_path / "empty", "--text", "the", *out), "holds no config.json"),
         (record("--model", tmp_path / "broken", "--text", "the", *out), f"{tmp_path / 'broken'}: its model cannot be loaded"),
+        (record("--model", tmp_path / "short", "--text", "the", *out), f"the checkpoint has no {lost}"),
+        (record("--text", "the", "--device", "cpu"), "--text, --device can only go with --model"),
         (record("--model", folder, "--text", "the disk", "--tokenizer", "bpe8k", *out), "the tokenizer bpe8k has 8,192 ids, the vocabulary of"),
         (record("--model", tmp_path / "bare", "--text", "the disk", *out), "its tokenizer cannot be loaded"),
         (record("--model", folder, "--text", "the", long, *out), f"text 2 has {CONTEXT + 1} tokens, the model's context takes {CONTEXT}"),
