@@ -20,7 +20,8 @@ FAMILIES = {
     "mixtral": (dict(num_local_experts=E), range(LAYERS), 0),
     "qwen2_moe": (dict(num_experts=E, shared_expert_intermediate_size=24, mlp_only_layers=[2]), (0, 1, 3), 1),
     "qwen3_moe": (dict(num_experts=E, decoder_sparse_step=2), (1, 3), 0),
-    "deepseek_v2": (LATENT | GROUPS | dict(n_routed_experts=E, n_shared_experts=2, first_k_dense_replace=1, topk_method="group_limited_greedy"), (1, 2, 3), 2),
+    "deepseek_v2": (LATENT | GROUPS | dict(n_routed_experts=E, n_shared_experts=2, first_k_dense_replace=1, topk_method="group_limited_greedy",
+                                             topk_group=1), (1, 2, 3), 2),   # with as many groups as experts chosen, groups would change nothing
     "deepseek_v3": (LATENT | GROUPS | dict(n_routed_experts=E, n_shared_experts=1, first_k_dense_replace=2), (2, 3), 1),
     "gpt_oss": (dict(num_local_experts=E, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}), range(LAYERS), 0),
     "granitemoe": (dict(num_local_experts=E), range(LAYERS), 0),
@@ -45,7 +46,7 @@ ASKED = list(FAMILIES)[:10]
 
 
 def tiny(family: str, seed: int = 0, **changes):
-    """A random model of a family, in evaluation mode; biases of the choice are not zero, so that they matter."""
+    """A random model of a family, in evaluation mode; neither routers nor the biases of their choice are zero, so that they matter."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -54,4 +55,6 @@ def tiny(family: str, seed: int = 0, **changes):
     for name, buffer in [*model.named_buffers(), *model.named_parameters()]:
         if "correction_bias" in name or name.endswith("expert_bias"):
             buffer.data.uniform_(-0.5, 0.5)
+        elif buffer.shape == (E, D) and not buffer.any():   # a router that the family initialises with zeros
+            buffer.data.normal_(0.0, 0.3)
     return model
