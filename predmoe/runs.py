@@ -28,6 +28,18 @@ REPORT_SECONDS = 20.0
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 
+# What is read of a measurement, with its type. A file that lacks any of it is damaged.
+_NUMBER = (int, float)
+MEASURED = {
+    PosthocConfig: dict.fromkeys(("hit", "exact_set", "margin_over_token_id", "hit_per_layer", "static_hit", "token_id_hit", "documents", "curves", "converged", "config",
+                                  "seconds", "parameters", "terms_nats", "provenance"), dict)
+    | dict.fromkeys(("val_loss", "router_entropy", "router_entropy_fraction", "top_k_mass", "load_entropy", "largest_load", "dead_experts", "reuse", "hidden_cosine",
+                     "lambda_pred", "tokens_per_second"), _NUMBER) | {"config_hash": str, "seed": int},
+    LocalityConfig: dict.fromkeys(("slots", "lru", "belady", "next_token", "pre_attention", "converged"), dict)
+    | dict.fromkeys(("tokens", "reuse", "switch_rate", "srp", "srp_size", "sch", "sch_global"), _NUMBER),
+}  # fmt: skip
+
+
 class RunFailed(RuntimeError):
     """A child process ended with an error; the message has its last words and where its log lies."""
 
@@ -52,8 +64,9 @@ class Run:
         return read_lines(self.path / "metrics.jsonl")
 
     def measurement(self, how: PosthocConfig | LocalityConfig) -> dict | None:
+        """The measurement, or None where there is none. Raises ConfigError where its file is damaged."""
         source = self.path / f"{measurement_name(how)}.json"
-        return read_json(source) if source.exists() else None
+        return read_measurement(source, type(how)) if source.exists() else None
 
     def has_heads(self, posthoc: PosthocConfig) -> bool:
         """Whether the checkpoint and the post-hoc heads of a measurement are there: a clone of a repository has neither."""
@@ -67,6 +80,11 @@ def posthoc_name(posthoc: PosthocConfig) -> str:
 def measurement_name(how: PosthocConfig | LocalityConfig) -> str:
     """A measurement's address: its kind and the hash of its configuration."""
     return posthoc_name(how) if isinstance(how, PosthocConfig) else f"locality-{stable_hash(how)}"
+
+
+def read_measurement(source: Path, kind: type[PosthocConfig] | type[LocalityConfig]) -> dict:
+    """A measurement's file. Raises ConfigError where it is damaged."""
+    return read_json(source, MEASURED[kind], remedy="remove it to measure the run again")
 
 
 def default_store(profile: str) -> Path:
