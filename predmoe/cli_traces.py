@@ -105,22 +105,26 @@ def may_write(*outs: Path | None, but: Sequence[Path] = ()) -> None:
     """Refuse files that cannot be written, or would overwrite one another or those in `but`, before any work is done. None stands for no file."""
     taken = [path for path in but if path.exists()]
     for out in filter(None, outs):
-        if not out.parent.is_dir():
-            raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
-        if out.is_dir():
-            raise ConfigError(f"{out} is a folder; name a file to write")
-        if out.exists() and not out.is_file():
-            continue   # a pipe or a device, which may not be opened twice
-        if any(out == other or (out.exists() and other.exists() and out.samefile(other)) for other in taken):
-            raise ConfigError(f"{out} would overwrite a file that the same command reads or writes; name another file")
-        taken.append(out)
-        new = not out.exists()
         try:
-            out.open("ab").close()
+            _may_write(out, taken)
         except OSError as error:
             raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}") from None
-        if new:
-            out.unlink()
+        taken.append(out)
+
+
+def _may_write(out: Path, taken: Sequence[Path]) -> None:
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; name a file to write")
+    new = not out.exists()
+    if not new and not out.is_file():
+        return   # a pipe or a device, which may not be opened twice
+    if any(out == other or (not new and other.exists() and out.samefile(other)) for other in taken):
+        raise ConfigError(f"{out} would overwrite a file that the same command reads or writes; name another file")
+    out.open("ab").close()
+    if new:
+        out.unlink()
 
 
 def _whole_numbers(text: str, separator: str) -> int | tuple[int, ...]:

@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jinja2
@@ -58,16 +58,22 @@ def write(profile: str, failures: Mapping[str, str] = {}) -> Path:
 def _index(profile: str, executed: Mapping[str, Path], failures: Mapping[str, str]) -> dict:
     names = sorted({path.stem for path in paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")} | executed.keys())
     experiments = [{"name": name, "title": _title(name, executed), "state": _state(name, executed, failures)} for name in names]
-    claims, told, problem = [], {}, None
-    try:
-        claims = results.load_claims(profile)
-        told = results.load(profile, "00_report") if (paths.outputs(profile) / "00_report" / "results.json").exists() else {}
-    except results.ResultError as error:
-        problem = f"{str(error)[0].upper()}{str(error)[1:]}."
+    claims, no_claims = _load(lambda: results.load_claims(profile), [])
+    there = (paths.outputs(profile) / "00_report" / "results.json").exists()
+    told, no_results = _load(lambda: results.load(profile, "00_report"), {}) if there else ({}, "")
+    problem = " ".join(filter(None, (no_claims, no_results)))
     if failures and claims:
         problem = f"Not everything ran: {', '.join(failures)}. What stands below is of the last complete report."
     return {"claims": claims, "problem": problem, "answers": [_sentence(text) for text in told.get("findings", [])], "figure": _summary(profile, told),
             "experiments": experiments, "pages": set(executed), "ran": len(executed), "marks": MARKS}  # fmt: skip
+
+
+def _load(load: Callable, otherwise):
+    """What `load` gives and "", or `otherwise` and a sentence that says why it cannot be read."""
+    try:
+        return load(), ""
+    except results.ResultError as error:
+        return otherwise, f"{str(error)[0].upper()}{str(error)[1:]}."
 
 
 def _sentence(markdown: str) -> str:
