@@ -116,7 +116,7 @@ def test_files_that_are_no_text_or_not_there_are_refused(tmp_path, capsys):
     refused(capsys, ["trace", "import", tmp_path, tmp_path / "o"], "Is a directory")
     path.write_text(ROUTE)
     refused(capsys, ["trace", "import", path, tmp_path / "nowhere" / "o"], "nowhere: no such folder to write o in")
-    refused(capsys, ["trace", "import", path, tmp_path], "Is a directory")
+    refused(capsys, ["trace", "import", path, tmp_path], "is a folder; name a file to write")
     refused(capsys, ["trace", "import", path, tmp_path / "o", "--num-experts", 4], "the format route takes no num_experts; it takes source, domain, on_policy")
     refused(capsys, ["trace", "import", path, tmp_path / "o", "--format", "colibri"], "the format colibri does not say num_experts: give it")
     refused(capsys, ["trace", "import", path, path], "would overwrite a file that the same command reads")
