@@ -40,6 +40,12 @@ MEASURED = {
 }  # fmt: skip
 
 
+def same_bits() -> dict[str, str]:
+    """What a child process is told so that processors with and without AVX-512 give the same bits: torch takes AVX2 kernels on both."""
+    info = Path("/proc/cpuinfo")
+    return {"ATEN_CPU_CAPABILITY": "avx2"} if info.exists() and " avx2 " in info.read_text() else {}
+
+
 class RunFailed(RuntimeError):
     """A child process ended with an error; the message has its last words and where its log lies."""
 
@@ -132,7 +138,7 @@ def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, prof
 
     With `locality` each has the second measurement as well, under that name. A measurement that is there needs no checkpoint:
     a fresh clone reads the committed ones. One that is missing where the checkpoint is gone, as in a clone, is reported and the
-    run trained again, to the same bits; the measurements that are there stay. Raises RunFailed when a child fails, after the
+    run trained again, to the same bits; the measurements that are there stay (where a machine gives other bits, all are made anew). Raises RunFailed when a child fails, after the
     others have ended; what they finished stays.
     """
     store = Path(store) if store else default_store(profile)
@@ -145,6 +151,17 @@ def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, prof
 
 def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]], *, store: Path, parallel: int, report=print) -> None:
     """Train and measure what is missing of the `wanted` measurements of each run, in this order; errors as `get_or_measure`."""
+    jobs = _missing(wanted, store)
+    if again := [describe(run.config) for run, _ in jobs if run.finished and not run.has_checkpoint]:
+        report(f"{len(again)} finished runs have no checkpoint here, and a measurement that is missing needs one, so they are trained again: {'; '.join(again)}")
+    _work(jobs, parallel=parallel, report=report)
+    if discarded := _missing(wanted, store):
+        report(f"trained again to other bits, on another kind of machine, so all their measurements are made anew: {'; '.join(describe(run.config) for run, _ in discarded)}")
+        _work(discarded, parallel=parallel, report=report)
+
+
+def _missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]], store: Path) -> list[tuple[Run, list[PosthocConfig | LocalityConfig]]]:
+    """Each run that lacks one of its measurements, once, with those that it lacks; their descriptions are written for the child."""
     jobs: dict[Path, tuple[Run, list]] = {}
     for config, measurements in wanted:
         run = open_run(config, store)
@@ -152,9 +169,7 @@ def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | L
             jobs[run.path] = run, missing
             for how in missing:
                 write_json(run.path / f"{measurement_name(how)}.config.json", to_dict(how))
-    if again := [describe(run.config) for run, _ in jobs.values() if run.finished and not run.has_checkpoint]:
-        report(f"{len(again)} finished runs have no checkpoint here, and a measurement that is missing needs one, so they are trained again: {'; '.join(again)}")
-    _work(list(jobs.values()), parallel=parallel, report=report)
+    return list(jobs.values())
 
 
 def _work(jobs: list[tuple[Run, list[PosthocConfig | LocalityConfig]]], *, parallel: int, report) -> None:
@@ -192,7 +207,7 @@ def _start(run: Run, measurements: list[PosthocConfig | LocalityConfig]) -> subp
     command = [sys.executable, "-m", "predmoe.worker", str(run.path)]
     for how in measurements:
         command += ["--posthoc" if isinstance(how, PosthocConfig) else "--locality", measurement_name(how)]
-    environment = KEEP_MEMORY | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    environment = KEEP_MEMORY | same_bits() | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     with open(run.path / "log.txt", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
 

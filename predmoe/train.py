@@ -11,6 +11,7 @@ What a run writes into its folder:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -286,12 +287,31 @@ class Trainer:
                     (checkpoint / "predictor.partial").replace(checkpoint / "predictor.safetensors")
                 save_checkpoint(self.model, checkpoint)
                 write_json(self.folder / "timing.json", self.timing())
-                write_json(self.folder / "finished.json", {"val_loss": result["val_loss"], "data_hash": self.tokens.hash})
+                finished = {"val_loss": result["val_loss"], "data_hash": self.tokens.hash, "weights": weights_hash(checkpoint)}
+                self._discard_other(finished)
+                write_json(self.folder / "finished.json", finished)
             except Exception:
                 for partial in checkpoint.glob("*.partial"):
                     partial.unlink()
                 raise
         self._state.unlink()
+
+
+    def _discard_other(self, finished: dict) -> None:
+        """Remove measurements of other weights: those of an earlier training of this run that ended otherwise, on another kind of machine."""
+        source = self.folder / "finished.json"
+        known = read_json(source) if source.exists() else finished
+        if all(known.get(name, value) == value for name, value in finished.items()):
+            return
+        for described in self.folder.glob("*.config.json"):
+            described.with_name(described.name.replace(".config.json", ".json")).unlink(missing_ok=True)
+        self.progress(f"trained to other bits than before (held-out loss {finished['val_loss']:.6f}, was {known['val_loss']:.6f}), so its measurements are made anew")
+
+
+def weights_hash(checkpoint: Path) -> str:
+    """12 hex digits that name the weights of a checkpoint."""
+    with open(checkpoint / "model.safetensors", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def load_predictor(folder: Path, config: RunConfig) -> Predictor | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_runs import POSTHOC, clone, finished, folder_of, lines, results, stored, tiny
 
-from predmoe import runs, worker
+from predmoe import paths, runs, worker
 from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PredictorConfig
 from predmoe.posthoc import heads_file, load_heads
 from predmoe.runs import RunFailed, get_or_fit, get_or_measure, get_or_train, open_run, posthoc_name
@@ -90,6 +90,30 @@ def test_a_missing_checkpoint_is_trained_again_to_the_same_bits(pair, measured, 
     trained = results(folder)
     assert trained == {name: value for name, value in results(measured[0] / pair[0].hash).items() if name in trained}
     assert {"model.safetensors", "predictor.safetensors", "metrics.jsonl"} <= trained.keys()
+
+
+def test_other_bits_than_before_are_told_and_no_measurement_of_the_other_weights_stays(pair, measured, tmp_path):
+    """As on another kind of machine: the clone's run ended with another loss, and the second of its measurements is missing."""
+    store, told = clone(measured[0], tmp_path / "clone"), []
+    folder, other = store / pair[1].hash, replace(POSTHOC, patience=2)
+    source = folder / f"{posthoc_name(POSTHOC)}.json"
+    mine = json.loads(source.read_text())
+    source.write_text(json.dumps(mine | {"val_loss": 1.0}))
+    (folder / "finished.json").write_text(json.dumps(json.loads((folder / "finished.json").read_text()) | {"val_loss": 1.0, "weights": "0" * 12}))
+    runs.measure_missing([(pair[1], [POSTHOC, other])], store=store, parallel=1, report=told.append)
+    assert "held-out loss" in (folder / "log.txt").read_text() and any("other bits" in line for line in told)
+    weights = json.loads((folder / "finished.json").read_text())["weights"]
+    for how in (POSTHOC, other):
+        found = json.loads((folder / f"{posthoc_name(how)}.json").read_text())
+        assert (found["val_loss"], found["weights"]) == (mine["val_loss"], weights) and mine["weights"] == weights
+
+
+@pytest.mark.parametrize("folder", sorted((paths.ROOT / "outputs").glob("*/runs/*/")), ids=lambda folder: folder.name)
+def test_committed_measurements_are_of_the_weights_that_the_run_ended_with(folder):
+    ended = json.loads((folder / "finished.json").read_text())
+    for described in folder.glob("*.config.json"):
+        found = json.loads(described.with_name(described.name.replace(".config.json", ".json")).read_text())
+        assert found.get("val_loss", ended["val_loss"]) == ended["val_loss"] and found.get("weights") == ended.get("weights"), described.name
 
 
 def test_fitted_heads_are_kept_and_asking_again_starts_nothing(pair, measured, no_children):
@@ -264,6 +288,15 @@ def test_children_get_the_threads_of_their_run(corpus, tmp_path, stand_in):
     configs = [tiny(corpus, threads=threads) for threads in (1, 2)]
     found = get_or_measure(configs, POSTHOC, profile="none", store=tmp_path / "store", report=lambda line: None)
     assert [m["config_hash"] for m in found] == ["1+1", "2+2"]
+
+
+def test_processors_with_wider_vectors_take_the_same_kernels(corpus, tmp_path, stand_in, monkeypatch):
+    stand_in(f"sed s/KERNELS/$ATEN_CPU_CAPABILITY/ > $run/$name.json <<'END'\n{stored(config_hash='KERNELS')}\nEND")
+    ask = lambda seed: get_or_measure([tiny(corpus, seed=seed)], POSTHOC, profile="none", store=tmp_path / "store", report=lambda line: None)[0]["config_hash"]  # noqa: E731
+    wide = " avx2 " in Path("/proc/cpuinfo").read_text()
+    assert ask(0) == ("avx2" if wide else "")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert ask(1) == "default"
 
 
 def test_progress_is_told_now_and_then(corpus, tmp_path, stand_in, monkeypatch):
