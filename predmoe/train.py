@@ -300,7 +300,7 @@ class Trainer:
     def _discard_other(self, finished: dict) -> None:
         """Remove measurements of other weights: those of an earlier training of this run that ended otherwise, on another kind of machine."""
         source = self.folder / "finished.json"
-        known = read_json(source) if source.exists() else finished
+        known = read_json(source, {"val_loss": (int, float)}, remedy="remove it") if source.exists() else finished
         if all(known.get(name, value) == value for name, value in finished.items()):
             return
         for described in self.folder.glob("*.config.json"):
