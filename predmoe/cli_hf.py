@@ -53,14 +53,15 @@ def add(commands) -> None:
 
 
 def _probe(options) -> int:
+    from .cli_traces import may_write
     from .config import DataConfig, PosthocConfig
     from .hf_models import load, seems_foreign, tokenizer_of
     from .hf_record import save_heads
     from .probe import ProbeConfig, probe, table
 
-    for out in (options.json, options.save):   # before the work, not after it
-        if out and not out.parent.is_dir():
-            raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
+    may_write(options.json)
+    if options.save and not options.save.parent.is_dir():
+        raise ConfigError(f"{options.save.parent}: no such folder to write {options.save.name} in")
     config = ProbeConfig(horizons=tuple(options.horizon) if options.horizon else None, context=options.context,
                          data=DataConfig(corpus=options.corpus, heldout_tokens=options.heldout_tokens, dev_tokens=options.dev_tokens),
                          fit=PosthocConfig(tokens=options.tokens, batch_tokens=options.batch_tokens, max_steps=options.max_steps, seed=options.seed,
@@ -91,6 +92,7 @@ def _probe(options) -> int:
 def record(options):
     """What `trace record --model` does; returns the trace that it has written."""
     from . import traces
+    from .cli_traces import may_write
     from .hf_models import load, tokenizer_of
     from .hf_record import record_texts
 
@@ -100,8 +102,7 @@ def record(options):
         raise ConfigError(f"{', '.join(given)} cannot go with --model: {'it belongs' if len(given) == 1 else 'they belong'} to recording a profile's model")
     if options.out is None:
         raise ConfigError("--model needs --out, the trace's file")
-    if not options.out.parent.is_dir():
-        raise ConfigError(f"{options.out.parent}: no such folder to write {options.out.name} in")
+    may_write(options.out, but=options.text_file)
     if not options.text and not options.text_file:
         raise ConfigError("--model needs text to record: --text TEXT..., or --text-file FILE...")
     names = [f"text {i}" for i in range(1, len(options.text) + 1)] + [str(path) for path in options.text_file]

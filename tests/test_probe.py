@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_families import CONTEXT, D, E, K, V, tiny
+from tiny_backbone import finished_run
 from predmoe import cli, traces
 from predmoe.activations import DiskRows, plan
 from predmoe.config import ConfigError, DataConfig, PosthocConfig
@@ -20,18 +21,19 @@ from predmoe.hf import Backbone, NextGate
 from predmoe.hf_models import load, tokenizer_of
 from predmoe.hf_record import load_heads, record_texts
 from predmoe.model import MoEModel, save_checkpoint
-from predmoe.posthoc import capture, dev_hit, fit
+from predmoe.posthoc import capture, dev_hit, fit, measure
 from predmoe.predictor import membership, predicted_top_k
 from predmoe.probe import ProbeConfig, probe, table
-from test_posthoc import FEW, finished, measured  # noqa: F401 (fixtures)
-
 # N tokens, D model width, E experts, K chosen, L MoE layers
 
 
+FEW = PosthocConfig(tokens=800, batch_tokens=128, eval_every=10, max_steps=30)
+
+
 @pytest.fixture(scope="module")
-def ours(finished, tmp_path_factory):  # noqa: F811
-    """The untrained model of `finished` as a checkpoint that transformers loads; the corpus is encoded already."""
-    run, tokens = finished
+def ours(tmp_path_factory):
+    """A run that is not trained, its tokens, and its model as a checkpoint that transformers loads; the corpus is encoded already."""
+    run, tokens = finished_run(tmp_path_factory.mktemp("corpus"))
     folder = save_checkpoint(MoEModel(run.model).initialise(0), tmp_path_factory.mktemp("model") / "checkpoint")
     return run, tokens, folder, tokens.folder.parent.parent
 
@@ -46,8 +48,9 @@ def probed(ours):
     return probe(load(str(folder), dtype="float32"), load_tokenizer("bpe8k"), probe_config(run), name="ours", cache=cache)
 
 
-def test_our_own_checkpoint_gives_our_own_figures(measured, probed):  # noqa: F811
-    want, got = measured[0], probed[0]
+def test_our_own_checkpoint_gives_our_own_figures(ours, probed):
+    run, tokens, _, _ = ours
+    want, got = measure(MoEModel(run.model).initialise(0), None, run, tokens, FEW)[0], probed[0]
     for name in ("linear", "ranking", "next_router", "token_id", "static"):
         for h in ("1", "2"):
             assert got["hit"][name][h] == pytest.approx(want["hit"][name][h], abs=0.002)
