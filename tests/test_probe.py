@@ -24,8 +24,8 @@ from predmoe.model import MoEModel, save_checkpoint
 from predmoe.posthoc import capture, dev_hit, fit, measure
 from predmoe.predictor import membership, predicted_top_k
 from predmoe.probe import ProbeConfig, probe, table
-# N tokens, D model width, E experts, K chosen, L MoE layers
 
+# N tokens, D model width, E experts, K chosen, L MoE layers
 
 FEW = PosthocConfig(tokens=800, batch_tokens=128, eval_every=10, max_steps=30)
 
