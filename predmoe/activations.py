@@ -85,7 +85,7 @@ def plan(budget: int, shape, *, tokens: int, batch_tokens: int, horizons: int, T
     """
     width, scores = shape.num_layers * shape.hidden_size, shape.num_layers * shape.num_experts
     fitted = width * (10 + 8 + 8 * horizons) + scores * 24 * horizons   # bytes a row: as read, as float32, gradients, and two layers of each head
-    captured, scored = width * 10, width * 8 + scores * 48 + shape.vocab_size * 12
+    captured, scored = width * 12 + scores * 16, width * 8 + scores * 48 + shape.vocab_size * 12
     least = max(batch_tokens * fitted, T * captured, T * scored)
     if least > budget:
         raise ConfigError(f"a budget of {budget / 1e6:.3g} MB does not hold one batch ({batch_tokens} tokens) or window ({T} tokens), "
@@ -93,5 +93,5 @@ def plan(budget: int, shape, *, tokens: int, batch_tokens: int, horizons: int, T
     cache = tokens * width * 2
     on_disk = cache + least > budget
     left = budget - (0 if on_disk else cache)
-    within = lambda size, most: max(1, min(most, left // size))  # noqa: E731
+    within = lambda size, most: max(1, min(most, left // (2 * size)))  # noqa: E731 (half of it: allocators keep what they were given back)
     return Plan(on_disk, cache, within(fitted, MOST_ROWS), within(T * captured, MOST_WINDOWS), within(T * scored, MOST_WINDOWS), folder)
