@@ -48,10 +48,14 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
     check_device(device)
     source = checkpoint_folder(name)
     logging.disable_progress_bar()
+    told = logging.get_verbosity()
+    logging.set_verbosity_error()   # what it would tell of missing weights is an error below
     try:
         model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True)
     except Exception as error:   # the libraries below raise a dozen kinds for a file or an id that is not what it should be
         raise ConfigError(_told(name, source, error, "model")) from None
+    finally:
+        logging.set_verbosity(told)
     if missing := sorted(found["missing_keys"]) or sorted(str(key) for key in found["mismatched_keys"]):   # the library would go on with random weights
         raise ConfigError(f"{name}: the checkpoint has no {missing[0]} of the shape that its config.json asks for: it is incomplete or another model's")
     try:
@@ -112,6 +116,8 @@ def tokenizer_of(name: str, asked: str | None = None) -> Tokenizer | HubTokenize
     except Exception as error:   # as in `load`
         hint = "" if asked else "; name one with --tokenizer (bpe8k, gpt2, a folder or a hub id)"
         raise ConfigError(_told(asked or name, source, error, "tokenizer") + hint) from None
+    if not held("a word", add_special_tokens=False)["input_ids"]:   # where there are no files, the library makes an empty one for some families
+        raise ConfigError(f"{asked or name} has no tokenizer: name one with --tokenizer (bpe8k, gpt2, a folder or a hub id)")
     end = held.eos_token_id if held.eos_token_id is not None else held.sep_token_id
     if end is None:
         raise ConfigError(f"the tokenizer {asked or name} has no end-of-text token, which stands between documents")

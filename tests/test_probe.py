@@ -261,7 +261,7 @@ def test_probing_by_command(folder, tmp_path, capsys, monkeypatch):
 
 
 def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, monkeypatch):
-    import huggingface_hub
+    import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -288,7 +288,7 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (record("--model", tmp_path / "short", "--text", "the", *out), f"the checkpoint has no {lost}"),
         (record("--text", "the", "--device", "cpu"), "--text, --device can only go with --model"),
         (record("--model", folder, "--text", "the disk", "--tokenizer", "bpe8k", *out), "the tokenizer bpe8k has 8,192 ids, the vocabulary of"),
-        (record("--model", tmp_path / "bare", "--text", "the disk", *out), "its tokenizer cannot be loaded"),
+        (record("--model", tmp_path / "bare", "--text", "the disk", *out), f"{tmp_path / 'bare'} has no tokenizer: name one with --tokenizer"),
         (record("--model", folder, "--text", "the", long, *out), f"text 2 has {CONTEXT + 1} tokens, the model's context takes {CONTEXT}"),
         (record("--model", folder, "--text", "the", "", *out), "text 2 is empty"),
         (record("--model", folder, "--text-file", tmp_path / "bytes.txt", *out), "bytes.txt is not UTF-8 text"),
