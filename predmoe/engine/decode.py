@@ -31,7 +31,7 @@ from .layout import EXPERTS, load_manifest
 from .recorder import Recorder
 from .resident import Guesser, KeyValues, Resident, best
 from .storage import BlockFile, EngineError
-from .summary import Clock, Summary, kernel_bytes, summarise
+from .summary import Clock, Summary, summarise
 
 GUARDS = ("none", "idle")   # the simulator's "window" compares with a clock's future, which an engine does not have
 
