@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -149,9 +150,8 @@ def _removed(folder: Path, patience: float = 5.0) -> None:
 
 
 def _made(place: Path) -> Path | None:
-    folder = place / f"predmoe-{os.getpid()}"
     try:
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix="predmoe-", dir=place))
     except OSError:
         return None
     if any((folder / name).exists() for name in ("memory.limit_in_bytes", "memory.max")):
