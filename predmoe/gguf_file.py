@@ -29,7 +29,6 @@ from .model import check_entries, expert_entries
 WANTED = {"llama-cpp-python": "0.3.36", "gguf": "0.19.0", "diskcache": "5.6.3"}
 INSTALL = "pip install --no-deps " + " ".join(f"{name}=={version}" for name, version in WANTED.items())
 DTYPES = ("float32", "bf16")
-SOFTMAX = 1   # LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
 _LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
@@ -69,7 +68,9 @@ def write_gguf(source: str | Path | Source, path: str | Path, *, dtype: str = "b
     partial = path.with_name(path.name + ".partial")
     writer = gguf.GGUFWriter(partial, "minimax-m2" if config.norm_topk_prob else "olmoe")
     try:
-        _describe(writer, config, gguf.LlamaFileType.MOSTLY_BF16 if dtype == "bf16" else gguf.LlamaFileType.ALL_F32)
+        writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if dtype == "bf16" else gguf.LlamaFileType.ALL_F32)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+        _describe(writer, config)
         layout = _layout(config)
         for name, (entries, shape) in layout.items():
             small = dtype == "float32" or _kept(name)
@@ -88,9 +89,8 @@ def write_gguf(source: str | Path | Source, path: str | Path, *, dtype: str = "b
     return path
 
 
-def _describe(writer, config: ModelConfig, kind: int) -> None:
+def _describe(writer, config: ModelConfig) -> None:
     width = config.hidden_size // config.num_heads
-    writer.add_file_type(kind)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.hidden_size)
@@ -105,7 +105,6 @@ def _describe(writer, config: ModelConfig, kind: int) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.top_k)
-    writer.add_expert_gating_func(SOFTMAX)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
 

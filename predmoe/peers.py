@@ -89,7 +89,7 @@ def compare(kinds: Sequence[str], checkpoint: Path, folder: Path, prompts: Seque
     for row in rows:
         row["same_tokens"] = _same(texts[row["kind"]], first)
     _agree(texts, spec.get("dtype"))
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return pd.DataFrame(rows, columns=COLUMNS).astype(dict.fromkeys([*NUMBERS, "same_tokens", "memory_mb"], float) | {"limited": bool, "ran": bool})
 
 
 def charge_of(kind: str, checkpoint: Path, folder: Path, prompts: Sequence[Sequence[int]], *, new_tokens: int, share: float, threads: int = 1, lanes: int = 4) -> float | None:

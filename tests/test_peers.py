@@ -34,7 +34,8 @@ def test_peers_that_nobody_knows_or_that_fail_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "WANTED", {"no-such-package": "1.0"})
     with pytest.raises(ConfigError, match="peers: llama.cpp needs no-such-package, which is not installed: pip install --no-deps"):
         peers.compare(["llama.cpp"], tmp_path, tmp_path, [[1]], new_tokens=2, share=0.5)
-    assert list(peers.compare([], tmp_path, tmp_path, [[1]], new_tokens=2, share=0.5).columns) == peers.COLUMNS
+    nobody = peers.compare([], tmp_path, tmp_path, [[1]], new_tokens=2, share=0.5)
+    assert list(nobody.columns) == peers.COLUMNS and peers.say(nobody) == []
 
 
 def test_ratios_are_said_of_those_that_ran():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..config import ConfigError
+from ..process import kernel_bytes
 from ..simulator import Cache, Prefetch, uses
 from ..simulator.config import ORACLE
 from ..traces.schema import DECODE, PREFILL, Trace, TraceError
