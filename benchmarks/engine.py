@@ -108,8 +108,9 @@ def run_peers(options, folder: Path) -> tuple[dict, list[dict]]:
     rows = []
     for kind, line in at.iterrows():
         memory_mb, limited, ran = first.loc[kind]
-        ratios = [f"{line.tok_s / at.tok_s[other]:.2f}x {other}" for other in against.get(kind, []) if other in at.index and at.tok_s[other] == at.tok_s[other]]
-        rows.append({f"decoding, {options.size}, {options.dtype}, {options.threads} thread(s)": words[kind], "tok/s": shown(line.tok_s, ",.2f") if ran else "does not run",
+        ratios = [f"{line.tok_s / at.tok_s[other]:.2f}x {other}" for other in against.get(kind, []) if other in at.index and first.ran[other] and ran]
+        title = f"decoding, {options.size}, {options.dtype}, {options.threads} thread(s)"
+        rows.append({title: words[kind], "tok/s": shown(line.tok_s, ",.2f") if ran else "does not run",
                      "first token": shown(line.ttft_ms, ",.1f"), "peak MB": shown(line.peak_mb, ",.0f"), "charged MB": shown(line.charged_mb, ",.0f"),
                      "limit MB": "none" if not memory_mb else f"{memory_mb:,.0f}" if limited else f"{memory_mb:,.0f}, not in force",
                      "major faults": shown(line.major_faults, ",.0f"), "MB read per token": shown(line.read_mb / line.tokens, ",.2f"),

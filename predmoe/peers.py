@@ -71,8 +71,8 @@ def compare(kinds: Sequence[str], checkpoint: Path, folder: Path, prompts: Seque
         raise ConfigError(f"peers: {why}")
     rows, texts = [], {}
     with contextlib.ExitStack() as stack:
-        spec = {"checkpoint": str(checkpoint), "folder": str(folder), "prompts": [list(map(int, prompt)) for prompt in prompts], "new_tokens": new_tokens, "share": share,
-                "lanes": lanes, "threads": threads, "files": [str(checkpoint), str(folder)]}  # fmt: skip
+        spec = {"checkpoint": str(checkpoint), "folder": str(folder), "files": [str(checkpoint), str(folder)], "prompts": [list(map(int, prompt)) for prompt in prompts],
+                "new_tokens": new_tokens, "share": share, "lanes": lanes, "threads": threads}  # fmt: skip
         if kinds:
             spec["dtype"] = load_manifest(folder).dtype
         if LLAMA in kinds:
@@ -92,12 +92,11 @@ def compare(kinds: Sequence[str], checkpoint: Path, folder: Path, prompts: Seque
     return pd.DataFrame(rows, columns=COLUMNS).astype(dict.fromkeys([*NUMBERS, "same_tokens", "memory_mb"], float) | {"limited": bool, "ran": bool})
 
 
-def charge_of(kind: str, checkpoint: Path, folder: Path, prompts: Sequence[Sequence[int]], *, new_tokens: int, share: float, threads: int = 1, lanes: int = 4) -> float | None:
-    """MB that the contender's group is charged for at its peak when memory is not scarce; None where it cannot be had."""
+def charge_of(kind: str, checkpoint: Path, folder: Path, prompts: Sequence[Sequence[int]], **settings) -> float | None:
+    """MB that the contender's group is charged for at its peak when memory is not scarce; None where it cannot be had. `settings`: as for `compare`."""
     plenty = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6
-    table = compare([kind], checkpoint, folder, prompts, new_tokens=new_tokens, share=share, threads=threads, lanes=lanes, memory_mb=plenty)
-    charged = table.charged_mb[0]
-    return None if charged is None or pd.isna(charged) else float(charged)
+    charged = compare([kind], checkpoint, folder, prompts, **settings, memory_mb=plenty).charged_mb[0]
+    return None if pd.isna(charged) else float(charged)
 
 
 def _ask(spec: dict) -> dict:
@@ -134,13 +133,14 @@ def _agree(texts: dict[str, list[list[int]] | None], dtype: str | None) -> None:
             raise PeerFailed(f"the contenders {', '.join(ran)} do not give the same greedy tokens, so their speeds are of different work")
 
 
-PAIRS = (("engine", "transformers", "with every expert in memory"), ("engine-disk", "offload", "with experts on disk"), ("engine-disk", LLAMA, "with experts on disk"))
+PAIRS = (("engine", "transformers", "with every expert in memory"), *(("engine-disk", peer, "with experts on disk") for peer in ("offload", LLAMA)))
 
 
 def say(table: pd.DataFrame) -> list[str]:
     """The engine beside each peer, as ratios of medians over the rounds, and under what limit."""
     at = table[table.ran].groupby("kind")[["tok_s", "peak_mb"]].median()
-    said = [f"The engine {how}: {at.tok_s[ours] / at.tok_s[theirs]:.2f} times the decoding tokens/s of {theirs} ({at.tok_s[ours]:.1f} against {at.tok_s[theirs]:.1f}), "
+    said = [f"The engine {how}: {at.tok_s[ours] / at.tok_s[theirs]:.2f} times the decoding tokens/s of {theirs} "
+            f"({at.tok_s[ours]:.1f} against {at.tok_s[theirs]:.1f}), "
             f"at {at.peak_mb[ours]:.0f} MB of peak resident memory against {at.peak_mb[theirs]:.0f} MB."
             for ours, theirs, how in PAIRS if ours in at.index and theirs in at.index]  # fmt: skip
     return said + say_limit(table)
@@ -155,4 +155,5 @@ def say_limit(table: pd.DataFrame) -> list[str]:
     if not asked.limited.all():
         return [f"A limit of {limit:.0f} MB was asked for, but no memory control group can be had here: {names(asked)} ran without a limit."]
     failed = asked[~asked.ran]
-    return [f"Each of {names(asked)} in a memory control group of {limit:.0f} MB, its page cache included" + (f"; within that {names(failed)} does not run." if len(failed) else ".")]
+    within = f"; within that {names(failed)} does not run." if len(failed) else "."
+    return [f"Each of {names(asked)} in a memory control group of {limit:.0f} MB, its page cache included{within}"]
