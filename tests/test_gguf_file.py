@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_model import lively, tokens_of
+from tiny_models import lively, tokens_of
 
 from predmoe import gguf_file
 from predmoe.config import ConfigError
