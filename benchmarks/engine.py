@@ -84,7 +84,8 @@ def run_peers(options, folder: Path) -> tuple[dict, list[dict]]:
     llama.cpp's, always bf16, take half). Under a limit all have the same memory in all (`predmoe.peers` says how it is counted), so that what
     a contender's libraries take for themselves it lacks for experts; with a model of `--size gb` that is the smaller part. --memory-factor F
     sets the limit to F times what the engine with a quarter of the experts is charged for when memory is not scarce: its process, the dense part
-    and the buffers; the page cache it hardly uses. With F = 1 a contender may have what the engine needs and nothing more.
+    and the buffers; the page cache it hardly uses. With F = 1 a contender has what the engine needs and nothing more; a tenth more
+    spares the kernel the search for the last page.
     """
     shape, share = SIZES[options.size], 0.25
     checkpoint, out = made(shape, folder, options.dtype)
