@@ -13,8 +13,10 @@ import time
 from steps import arguments, markdown, write
 
 LAYERS, EXPERTS, CONTEXT = 8, 16, 128
-COMMON = dict(vocab_size=8192, num_hidden_layers=LAYERS, max_position_embeddings=CONTEXT, num_experts_per_tok=2, pad_token_id=None, bos_token_id=None, eos_token_id=0)
-LATENT = dict(qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, kv_lora_rank=48, q_lora_rank=48, n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1)
+COMMON = dict(vocab_size=8192, num_hidden_layers=LAYERS, max_position_embeddings=CONTEXT, num_experts_per_tok=2, pad_token_id=None, bos_token_id=None,
+              eos_token_id=0)  # fmt: skip
+LATENT = dict(qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, kv_lora_rank=48, q_lora_rank=48, n_group=4, topk_group=2, n_shared_experts=1,
+              first_k_dense_replace=1)  # fmt: skip
 FAMILIES = {
     "olmoe": dict(num_experts=EXPERTS),
     "gpt_oss": dict(num_local_experts=EXPERTS, head_dim=32, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
@@ -29,13 +31,13 @@ def build(family: str, width: int):
 
     torch.manual_seed(0)
     heads = width // 32
-    config = AutoConfig.for_model(family, **COMMON, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads, intermediate_size=width, moe_intermediate_size=width,
-                                  **FAMILIES[family])  # fmt: skip
+    sizes = dict(hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads, intermediate_size=width, moe_intermediate_size=width)
+    config = AutoConfig.for_model(family, **COMMON, **sizes, **FAMILIES[family])
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-def measure(family: str, width: int, batch: int, rounds: int) -> dict:
-    """Seconds of each way's passes, round by round, and the cost: the median over rounds of captured / plain - 1."""
+def measure(family: str, width: int, batch: int, rounds: int, clock=time.perf_counter) -> dict:
+    """Seconds (by `clock`) of each way's passes, round by round, and the cost: the median over rounds of captured / plain - 1."""
     import torch
 
     from predmoe.hf import capture, find_gates
@@ -59,9 +61,9 @@ def measure(family: str, width: int, batch: int, rounds: int) -> dict:
         for turn in range(rounds):
             order = list(ways)[turn % 3 :] + list(ways)[: turn % 3]   # none is always first
             for name in order:
-                begun = time.perf_counter()
+                begun = clock()
                 ways[name]()
-                seconds[name].append(time.perf_counter() - begun)
+                seconds[name].append(clock() - begun)
     cost = lambda name: statistics.median(a / b for a, b in zip(seconds[name], seconds["plain"])) - 1  # noqa: E731
     return {"family": family, "width": width, "tokens": batch * CONTEXT, "gates": len(gates), "seconds": seconds, "cost": cost("captured"), "noise": cost("plain again")}
 
@@ -73,11 +75,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help=f"sequences of {CONTEXT} tokens")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--cpu-time", action="store_true", help="compare CPU time: for a machine that does other work")
     options = parser.parse_args()
     import torch
 
     torch.set_num_threads(options.threads)
-    found = [measure(family, width, options.batch, options.rounds) for family in options.families for width in options.widths]
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    found = [measure(family, width, options.batch, options.rounds, clock) for family in options.families for width in options.widths]
     rows = [{
         "model": f"{m['family']}, d = {m['width']}",
         "gates": f"{m['gates']}",
