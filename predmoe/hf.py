@@ -72,8 +72,8 @@ def find_gates(model: nn.Module) -> list[Gate]:
         kind = next(kind for kind in GATES if kind in children)
         found.setdefault(place[1], []).append(Gate(int(place[2]), f"{name}.{kind}", gate, block, children["experts"]))
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no recognisable gate: no layer holds `experts` beside a `{'` or `'.join(GATES)}`, so it is a dense model "
-                          "or routes in another way")  # fmt: skip
+        raise ConfigError(f"{type(model).__name__} has no recognisable gate: no layer holds `experts` beside a `{'` or `'.join(GATES)}`, so it is a dense "
+                          "model or routes in another way")  # fmt: skip
     if len(found) > 1:
         raise ConfigError(f"{type(model).__name__} has several stacks of gated layers ({', '.join(found)}): load the language model alone")
     gates = sorted(next(iter(found.values())), key=lambda gate: gate.layer)
@@ -308,8 +308,8 @@ class Backbone:
         if tokens_BT.shape[1] > self.config.context:
             raise ConfigError(f"{tokens_BT.shape[1]} tokens exceed the model's context of {self.config.context}")
         if tokens_BT.numel() and not 0 <= int(tokens_BT.min()) <= int(tokens_BT.max()) < self.config.vocab_size:
-            raise ConfigError(f"token ids reach from {int(tokens_BT.min())} to {int(tokens_BT.max())}, the model's from 0 to {self.config.vocab_size - 1}: "
-                              "the tokenizer is another model's")  # fmt: skip
+            raise ConfigError(f"token ids reach from {int(tokens_BT.min())} to {int(tokens_BT.max())}, the model's from 0 to {self.config.vocab_size - 1}:"
+                              " the tokenizer is another model's")  # fmt: skip
 
     def _layer_list(self) -> nn.Module:
         return self.model.get_submodule(re.match(r"(.*?)\.\d+\.", self.gates[0].name)[1])
