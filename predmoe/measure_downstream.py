@@ -1,0 +1,124 @@
+"""The third measurement of a finished run: zero-shot tasks, item by item, and the harness's own transformers class beside our adaptor.
+
+It needs the weights, so it is taken right after training, once, and kept as a small file beside the post-hoc one (`DownstreamConfig` is its
+address). Of each item it keeps whether it was answered rightly and the log-likelihood of the gold answer: enough to pair two models.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from predmoe import downstream_tasks
+from predmoe.config import ConfigError, DownstreamConfig, RunConfig, to_dict
+from predmoe.data import Tokens, load_tokenizer
+from predmoe.downstream import PredmoeLM, Whole, transformers_tokenizer, words_of
+from predmoe.model import MoEModel
+
+OPEN = "lambada_openai"   # an open answer: no guess is right by chance, and there is nothing to normalise
+
+
+# --- one task ----------------------------------------------------------------------------------------------------------
+
+def run_task(lm, name: str, task) -> list[dict]:
+    """The harness's own record of every item of `task` under `lm`, in their order."""
+    from lm_eval import evaluator
+
+    logger, level = logging.getLogger("lm_eval"), logging.getLogger("lm_eval").level
+    logger.setLevel(logging.ERROR)
+    try:
+        found = evaluator.evaluate(lm, {name: task}, bootstrap_iters=0, log_samples=True)
+    finally:
+        logger.setLevel(level)
+    return sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
+
+
+def gold_of(sample: Mapping) -> float:
+    """Log-likelihood of the gold answer, nats, over all of its tokens."""
+    answers = sample["filtered_resps"]
+    return float(answers[0][0] if len(answers) == 1 else answers[int(sample["target"])][0])
+
+
+def summary(samples: Sequence[Mapping], chance: float) -> tuple[dict, dict]:
+    """Means with standard errors over the items, and the items themselves, packed."""
+    values = {"accuracy": np.array([sample["acc"] for sample in samples], float), "gold": np.array([gold_of(sample) for sample in samples])}
+    if "acc_norm" in samples[0]:
+        values["accuracy_norm"] = np.array([sample["acc_norm"] for sample in samples], float)
+    if not np.isfinite(values["gold"]).all():
+        raise ConfigError(f"the log-likelihood of item {int(np.argmin(np.isfinite(values['gold'])))} is not finite: the model is broken")
+    n = len(samples)
+    means = {name: float(x.mean()) for name, x in values.items()}
+    errors = {f"{name}_se": float(x.std(ddof=1) / np.sqrt(n)) if n > 1 else 0.0 for name, x in values.items()}
+    packed = {name: pack_numbers(x) if name == "gold" else pack_bits(x) for name, x in values.items()}
+    return {"items": n, "chance": chance} | means | errors, packed
+
+
+def chance_of(name: str, task) -> float:
+    """The accuracy of guessing: one over the number of answers, mean over the items; 0 for an open answer."""
+    return 0.0 if name == OPEN else float(np.mean([1 / len(task.doc_to_choice(doc)) for doc in task.eval_docs]))
+
+
+# --- items in few bytes ------------------------------------------------------------------------------------------------------
+
+def pack_bits(values: np.ndarray) -> str:
+    return base64.b64encode(np.packbits(values.astype(bool))).decode()
+
+
+def unpack_bits(text: str, count: int) -> np.ndarray:
+    """(count,) bool."""
+    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=count).astype(bool)
+
+
+def pack_numbers(values: np.ndarray) -> str:
+    return base64.b64encode(values.astype("<f4")).decode()
+
+
+def unpack_numbers(text: str) -> np.ndarray:
+    """float64, rounded to float32 when packed."""
+    return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float64)
+
+
+# --- the whole of it -----------------------------------------------------------------------------------------------------------
+
+def peer(checkpoint: Path, run: RunConfig):
+    """The harness's own transformers class on the same checkpoint and device, with our tokenizer."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import OlmoeForCausalLM
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    model = OlmoeForCausalLM.from_pretrained(checkpoint).to(run.train.device)
+    return HFLM(pretrained=model, tokenizer=transformers_tokenizer(load_tokenizer(run.data.tokenizer)), batch_size=16)
+
+
+def compare(ours: Sequence[Mapping], theirs: Sequence[Mapping]) -> dict:
+    """Item for item: the largest difference of a log-likelihood (nats, over all answers), and how many items were judged otherwise."""
+    difference, other = 0.0, 0
+    for mine, his in zip(ours, theirs, strict=True):
+        difference = max([difference, *(abs(a[0] - b[0]) for a, b in zip(mine["filtered_resps"], his["filtered_resps"], strict=True))])
+        other += any(mine[metric] != his[metric] for metric in ("acc", "acc_norm") if metric in mine)
+    return {"items": len(ours), "largest_difference": float(difference), "judged_otherwise": int(other)}
+
+
+def measure(model: MoEModel, checkpoint: Path, run: RunConfig, tokens: Tokens, config: DownstreamConfig, *, progress=lambda line: None) -> dict:
+    """Everything `DownstreamConfig` asks of a finished run, in float32. `tasks`: per task the numbers of `summary`; `answers`: the same items,
+    packed; `harness`: per task what `compare` says of the first items. Raises ConfigError where items are not here or are damaged."""
+    started = time.perf_counter()
+    found: dict = {"tasks": {}, "answers": {}, "harness": {}}
+    lm = PredmoeLM(model=Whole(model), words=words_of(run.data.tokenizer, checkpoint))
+    other = peer(checkpoint, run) if config.peer_items and run.model.routing == "topk" else None   # transformers knows no other routing
+    for name, task in downstream_tasks.load(config, tokens).items():
+        before, begun = lm.cut, time.perf_counter()
+        samples = run_task(lm, name, task)
+        seconds = time.perf_counter() - begun
+        found["tasks"][name], found["answers"][name] = summary(samples, chance_of(name, task))
+        found["tasks"][name] |= {"fingerprint": downstream_tasks.fingerprint(task), "requests": sum(len(s["filtered_resps"]) for s in samples), "cut": lm.cut - before, "seconds": seconds}
+        progress(f"{name}: {len(samples)} items in {seconds:.0f} s, accuracy {found['tasks'][name]['accuracy']:.3f}")
+        if other is not None:
+            found["harness"][name] = compare(samples[: config.peer_items], run_task(other, name, task.first(config.peer_items)))
+    return found | {"config_hash": run.hash, "seed": run.train.seed, "downstream_config": to_dict(config), "data_hash": tokens.hash,
+                    "seconds": {"downstream": time.perf_counter() - started}}   # fmt: skip
