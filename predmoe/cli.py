@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from . import cli_engine, cli_traces, config
+from . import cli_downstream, cli_engine, cli_traces, config
 from .config import ConfigError
 
 
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
     cli_traces.add(commands)
     cli_engine.add(commands)
+    cli_downstream.add(commands)
 
     command = commands.add_parser("readme", help="bring the computed parts of README.md up to date with outputs/")
     command.set_defaults(command=_readme)

@@ -267,6 +267,10 @@ class PredmoeLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         return self.words.encode(string)
 
+    def length(self, context: str, continuation: str) -> int:
+        """Tokens of a continuation as they are scored after `context`, which is not empty."""
+        return len(self._encode_pair(context, continuation)[1])
+
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
         self.cut += sum(len(context) + len(continuation) > self.max_length + 1 for context, continuation in pairs)

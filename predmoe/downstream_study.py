@@ -49,7 +49,15 @@ def not_run(wanted: DownstreamConfig, settled: DownstreamConfig) -> list[str]:
 
 # --- checks --------------------------------------------------------------------------------------------------------------
 
+def say_left_out(arms: Sequence[Mapping]) -> str:
+    """Of which tasks items have an answer that the models' context cannot hold; these are left out for every model."""
+    found = arms[0]["downstream"]["left_out"]
+    told = [f"{count} of {TITLES[task]}" + ("" if task in tasks_of(arms) else ", which are all of it") for task, count in found.items() if count]
+    return f"Left out, since an answer is longer than the models' context: {'; '.join(told)}." if told else "Every answer fits the models' context."
+
+
 def tasks_of(arms: Sequence[Mapping]) -> list[str]:
+    """The tasks that every model has numbers of."""
     return list(arms[0]["downstream"]["tasks"])
 
 

@@ -11,12 +11,14 @@ where the items come from is changed, so a file's row is turned back into what t
 from __future__ import annotations
 
 import bz2
+import contextlib
 import hashlib
+import io
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,7 +192,8 @@ def _from_hub(task: str) -> list[dict]:
 
     defined = _definition(task)
     try:
-        return list(datasets.load_dataset(defined["dataset_path"], defined["dataset_name"], split=BENCHMARKS[task].split))
+        with quiet():
+            return list(datasets.load_dataset(defined["dataset_path"], defined["dataset_name"], split=BENCHMARKS[task].split))
     except Exception as error:   # whatever a network, a hub and a dataset's files can raise
         raise Unavailable(f"the hub gives no {defined['dataset_path']} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no word'}): "
                           "connect to the network, or take local files (hub off)") from None   # fmt: skip
@@ -205,21 +208,27 @@ def build(definition: Mapping, rows: Sequence[Mapping], split: str):
         def download(self, *args, **kwargs) -> None:
             self.dataset = {split: datasets.Dataset.from_list(list(rows))}
 
-        def first(self, count: int):
-            """The same task on its first items."""
-            return build(definition, rows[:count], split)
+        def of(self, indices: Iterable[int]):
+            """The same task on some of its items, not yet asked."""
+            return build(definition, [rows[i] for i in indices], split)
 
     only = {f"{name}_split": name if name == split else None for name in ("training", "validation", "test")}
-    shown, logger = datasets.is_progress_bar_enabled(), logging.getLogger("lm_eval")
+    datasets.disable_progress_bars()   # for good: a task's items may be mapped anew each time they are read
+    with quiet():
+        return Local(config=dict(definition) | only)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars of the harness and its libraries, nor its remarks; errors are raised as ever."""
+    logger = logging.getLogger("lm_eval")
     level = logger.level
-    datasets.disable_progress_bars()
     logger.setLevel(logging.ERROR)
     try:
-        return Local(config=dict(definition) | only)
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(level)
-        if shown:
-            datasets.enable_progress_bars()
 
 
 def chosen(total: int, items: int, seed: int) -> list[int]:

@@ -7,7 +7,6 @@ address). Of each item it keeps whether it was answered rightly and the log-like
 from __future__ import annotations
 
 import base64
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,12 +28,8 @@ def run_task(lm, name: str, task) -> list[dict]:
     """The harness's own record of every item of `task` under `lm`, in their order."""
     from lm_eval import evaluator
 
-    logger, level = logging.getLogger("lm_eval"), logging.getLogger("lm_eval").level
-    logger.setLevel(logging.ERROR)
-    try:
+    with downstream_tasks.quiet():
         found = evaluator.evaluate(lm, {name: task}, bootstrap_iters=0, log_samples=True)
-    finally:
-        logger.setLevel(level)
     return sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
 
 
@@ -61,6 +56,17 @@ def summary(samples: Sequence[Mapping], chance: float) -> tuple[dict, dict]:
 def chance_of(name: str, task) -> float:
     """The accuracy of guessing: one over the number of answers, mean over the items; 0 for an open answer."""
     return 0.0 if name == OPEN else float(np.mean([1 / len(task.doc_to_choice(doc)) for doc in task.eval_docs]))
+
+
+def fitting(lm: PredmoeLM, task) -> list[int]:
+    """Which items have answers that the model's context can hold, all of them: the others cannot be scored, by the harness's own class neither."""
+    delimiter, kept = task.config.target_delimiter, []
+    for i, doc in enumerate(task.eval_docs):
+        question = task.doc_to_text(doc)
+        answers = [f"{delimiter}{choice}" for choice in task.doc_to_choice(doc)] if task.OUTPUT_TYPE == "multiple_choice" else [task.doc_to_target(doc)]
+        if all(lm.length(question, answer) <= lm.max_length for answer in answers):
+            kept.append(i)
+    return kept
 
 
 # --- items in few bytes ------------------------------------------------------------------------------------------------------
@@ -90,9 +96,9 @@ def peer(checkpoint: Path, run: RunConfig):
     from lm_eval.models.huggingface import HFLM
     from transformers import OlmoeForCausalLM
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    model = OlmoeForCausalLM.from_pretrained(checkpoint).to(run.train.device)
-    return HFLM(pretrained=model, tokenizer=transformers_tokenizer(load_tokenizer(run.data.tokenizer)), batch_size=16)
+    with downstream_tasks.quiet():
+        model = OlmoeForCausalLM.from_pretrained(checkpoint).to(run.train.device)
+        return HFLM(pretrained=model, tokenizer=transformers_tokenizer(load_tokenizer(run.data.tokenizer)), batch_size=16)
 
 
 def compare(ours: Sequence[Mapping], theirs: Sequence[Mapping]) -> dict:
@@ -106,12 +112,19 @@ def compare(ours: Sequence[Mapping], theirs: Sequence[Mapping]) -> dict:
 
 def measure(model: MoEModel, checkpoint: Path, run: RunConfig, tokens: Tokens, config: DownstreamConfig, *, progress=lambda line: None) -> dict:
     """Everything `DownstreamConfig` asks of a finished run, in float32. `tasks`: per task the numbers of `summary`; `answers`: the same items,
-    packed; `harness`: per task what `compare` says of the first items. Raises ConfigError where items are not here or are damaged."""
+    packed; `harness`: per task what `compare` says of the first items; `left_out`: per task how many items have an answer longer than the model's
+    context. A task of such items alone has no numbers. Raises ConfigError where items are not here or are damaged."""
     started = time.perf_counter()
-    found: dict = {"tasks": {}, "answers": {}, "harness": {}}
+    found: dict = {"tasks": {}, "answers": {}, "harness": {}, "left_out": {}}
     lm = PredmoeLM(model=Whole(model), words=words_of(run.data.tokenizer, checkpoint))
     other = peer(checkpoint, run) if config.peer_items and run.model.routing == "topk" else None   # transformers knows no other routing
     for name, task in downstream_tasks.load(config, tokens).items():
+        kept, total = fitting(lm, task), len(task.eval_docs)
+        found["left_out"][name] = total - len(kept)
+        if not kept:
+            progress(f"{name}: every item has an answer longer than the model's context")
+            continue
+        task = task.of(kept) if len(kept) < total else task
         before, begun = lm.cut, time.perf_counter()
         samples = run_task(lm, name, task)
         seconds = time.perf_counter() - begun
@@ -119,6 +132,6 @@ def measure(model: MoEModel, checkpoint: Path, run: RunConfig, tokens: Tokens, c
         found["tasks"][name] |= {"fingerprint": downstream_tasks.fingerprint(task), "requests": sum(len(s["filtered_resps"]) for s in samples), "cut": lm.cut - before, "seconds": seconds}
         progress(f"{name}: {len(samples)} items in {seconds:.0f} s, accuracy {found['tasks'][name]['accuracy']:.3f}")
         if other is not None:
-            found["harness"][name] = compare(samples[: config.peer_items], run_task(other, name, task.first(config.peer_items)))
+            found["harness"][name] = compare(samples[: config.peer_items], run_task(other, name, task.of(range(min(config.peer_items, len(samples))))))
     return found | {"config_hash": run.hash, "seed": run.train.seed, "downstream_config": to_dict(config), "data_hash": tokens.hash,
                     "seconds": {"downstream": time.perf_counter() - started}}   # fmt: skip
