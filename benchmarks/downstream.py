@@ -1,7 +1,7 @@
 """How fast zero-shot items are scored: our adaptor against the lm-evaluation-harness's own transformers class, on the same checkpoint, tokenizer
 and requests, in turns. Items are the local ones (`$PREDMOE_EVAL_DATA`), else those of the held-out cloze, which needs the corpus.
 
-The benchmark stops if the two disagree on an item or by more than a thousandth of a nat.
+The benchmark stops if the two differ by more than a thousandth of a nat in any answer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
                     answers[who] = measure_downstream.run_task(lm, name, fresh)
                     times[who].append(time.process_time() - began)
                 found = measure_downstream.compare(answers["ours"], answers["theirs"])
-                if found["judged_otherwise"] or found["largest_difference"] > 1e-3:
+                if found["largest_difference"] > 1e-3:
                     raise SystemExit(f"{name}: the contenders do not agree, so their times are of different work: {found}")
             mine, his = (statistics.median(times[who]) for who in ("ours", "theirs"))
             rows.append({"task": name, "items": found["items"], "our adaptor": f"{mine:.2f} s", "harness's transformers class": f"{his:.2f} s", "ratio": f"{his / mine:.1f}x",

@@ -1,5 +1,5 @@
-"""The command line: `predmoe report`, `plan`, `train` and `readme`; `trace` and `simulate` are in `cli_traces`, `export` and `generate` in `cli_engine`. What a person can mend is one sentence and
-exit code 2; a bug is a traceback."""
+"""The command line: `predmoe report`, `plan`, `train` and `readme`; `trace` and `simulate` are in `cli_traces`, `export` and `generate` in
+`cli_engine`, `evaluate` in `cli_downstream`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
 
 from __future__ import annotations
 

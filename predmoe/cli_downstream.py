@@ -43,10 +43,14 @@ def _evaluate(options) -> int:
         task = task.of(kept)
         found[name], _ = measure_downstream.summary(measure_downstream.run_task(lm, name, task), measure_downstream.chance_of(name, task))
         found[name]["left_out"] = total - len(kept)   # answers longer than the model's context
-        told = lambda metric, scale, unit: f"{scale * found[name][metric]:.2f}{unit} ± {scale * found[name][f'{metric}_se']:.2f}" if metric in found[name] else "-"  # noqa: B023, E731
-        print(f"{name:<15} {found[name]['items']:>6} {found[name]['chance']:>7.1%} {told('accuracy', 100, '%'):>16} {told('accuracy_norm', 100, '%'):>16} {told('gold', 1, ''):>20}")
+        row, told = found[name], [_told_number(found[name], *how) for how in (("accuracy", 100, "%"), ("accuracy_norm", 100, "%"), ("gold", 1, ""))]
+        print(f"{name:<15} {row['items']:>6} {row['chance']:>7.1%} {told[0]:>16} {told[1]:>16} {told[2]:>20}", flush=True)
     for name, reason in lacking.items():
         print(f"{name}: not run: {reason}")
     if options.json:
         options.json.write_text(json.dumps({"tasks": found, "not_run": lacking}, indent=1) + "\n")
     return 0
+
+
+def _told_number(row: dict, metric: str, scale: int, unit: str) -> str:
+    return f"{scale * row[metric]:.2f}{unit} ± {scale * row[f'{metric}_se']:.2f}" if metric in row else "-"

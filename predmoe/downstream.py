@@ -125,7 +125,8 @@ class Whole:
             row[: len(tree.tokens)] = tree.tokens
         device = self.model.device
         position_RT, seen_RTT = map(np.stack, zip(*(tree.seen(size) for tree in trees)))
-        hidden_RTD, _ = self.model.body(torch.from_numpy(tokens_RT).to(device), (torch.from_numpy(position_RT).to(device), torch.from_numpy(seen_RTT).unsqueeze(1).to(device)))
+        tree = torch.from_numpy(position_RT).to(device), torch.from_numpy(seen_RTT).unsqueeze(1).to(device)
+        hidden_RTD, _ = self.model.body(torch.from_numpy(tokens_RT).to(device), tree)
         return torch.cat([hidden[: len(tree.tokens)] for hidden, tree in zip(hidden_RTD, trees)])
 
     def logits(self, states_nD: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ class Exported:
 
 
 @torch.inference_mode()
-def score(model: Model, requests: Sequence[tuple[list[int], list[int]]], *, budget: int = BATCH_TOKENS, progress: Callable[[int], None] = lambda done: None) -> list[tuple[float, bool]]:
+def score(model: Model, requests: Sequence[tuple[list[int], list[int]]], *, budget: int = BATCH_TOKENS) -> list[tuple[float, bool]]:
     """Log-likelihood (nats) of each request's continuation, and whether it is the likeliest token at each step. Errors as `plant`."""
     total, greedy = np.zeros(len(requests)), np.ones(len(requests), dtype=bool)
     for batch in batches(plant(requests, model.config.context, share=model.branches), budget):
@@ -168,7 +169,6 @@ def score(model: Model, requests: Sequence[tuple[list[int], list[int]]], *, budg
         logp = (logits_nV[row, likely] - logits_nV.logsumexp(1)[row]).double().cpu().numpy()
         np.add.at(total, owner, logp)
         np.logical_and.at(greedy, owner, (logits_nV.argmax(1)[row] == likely).cpu().numpy())
-        progress(sum(len(tree.reads) for tree in batch))
     return [(float(ll), bool(same)) for ll, same in zip(total, greedy)]
 
 

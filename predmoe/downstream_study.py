@@ -16,6 +16,7 @@ TITLES = {
     "hellaswag": "HellaSwag", "arc_easy": "ARC easy", "arc_challenge": "ARC challenge", "piqa": "PIQA", "openbookqa": "OpenBookQA",
     "lambada_openai": "LAMBADA", downstream_tasks.CLOZE: "held-out cloze (ours)",
 }  # fmt: skip
+SAME = 1e-3   # nats: sums of a hundred float32 terms in another order differ by a tenth of it
 GOLD = "gold answer's log-likelihood"
 METRICS = {"gold": (GOLD, "nats"), "accuracy": ("accuracy", "share"), "accuracy_norm": ("normalised accuracy", "share")}   # name -> words, unit
 
@@ -66,9 +67,14 @@ def same_items(arms: Sequence[Mapping]) -> bool:
     return len({tuple((task, found["fingerprint"]) for task, found in row["downstream"]["tasks"].items()) for row in arms}) == 1
 
 
-def judged_otherwise(arms: Sequence[Mapping]) -> int:
-    """How many items the harness's transformers class judged otherwise than our adaptor, over all models and tasks."""
-    return sum(found["judged_otherwise"] for row in arms for found in row["downstream"]["harness"].values())
+def checks_of(arms: Sequence[Mapping]) -> list[Mapping]:
+    """What `measure_downstream.compare` says of the harness's transformers class, of every model and task."""
+    return [found for row in arms for found in row["downstream"]["harness"].values()]
+
+
+def equals_harness(arms: Sequence[Mapping]) -> bool:
+    """Whether every log-likelihood that the harness's transformers class gave as well is ours, but for rounding."""
+    return all(found["largest_difference"] < SAME for found in checks_of(arms))
 
 
 def without_answers(arms: Sequence[Mapping]) -> list[dict]:
@@ -79,7 +85,8 @@ def without_answers(arms: Sequence[Mapping]) -> list[dict]:
 # --- tables and effects -----------------------------------------------------------------------------------------------------
 
 def scores(arms: Sequence[Mapping]) -> pd.DataFrame:
-    """Columns arm, seed, task (its title), items, chance, and accuracy, accuracy_norm (none for an open answer) and gold, each with its standard error over the items."""
+    """Columns arm, seed, task (its title), items, chance, and accuracy, accuracy_norm (none for an open answer) and gold, each with its
+    standard error over the items; requests, and how many of them were cut."""
     columns = ["items", "chance", *(f"{name}{suffix}" for name in ("accuracy", "accuracy_norm", "gold") for suffix in ("", "_se")), "cut", "requests"]
     return pd.DataFrame([
         {"arm": row["arm"], "seed": row["seed"], "task": TITLES[task]} | {name: found.get(name, np.nan) for name in columns}
@@ -89,13 +96,13 @@ def scores(arms: Sequence[Mapping]) -> pd.DataFrame:
 
 def for_reading(table: pd.DataFrame) -> pd.DataFrame:
     """`scores` by task and arm, means over seeds, in percent and nats; a standard error is that of one model's items."""
-    def words(part: pd.DataFrame, name: str, scale: float) -> str:
-        return "–" if part[name].isna().all() else f"{scale * part[name].mean():.{1 if scale > 1 else 2}f} ± {scale * part[f'{name}_se'].mean():.{1 if scale > 1 else 2}f}"
+    def words(part: pd.DataFrame, name: str, scale: float, digits: int) -> str:
+        return "–" if part[name].isna().all() else f"{scale * part[name].mean():.{digits}f} ± {scale * part[f'{name}_se'].mean():.{digits}f}"
 
     return pd.DataFrame([
         {
             "task": task, "arm": arm, "seeds": len(part), "items": int(part["items"].iloc[0]), "chance (%)": f"{100 * part.chance.iloc[0]:.1f}",
-            "accuracy (%)": words(part, "accuracy", 100), "normalised (%)": words(part, "accuracy_norm", 100), "gold answer (nats)": words(part, "gold", 1),
+            "accuracy (%)": words(part, "accuracy", 100, 1), "normalised (%)": words(part, "accuracy_norm", 100, 1), "gold answer (nats)": words(part, "gold", 1, 2),
             "cut short (%)": f"{100 * (part.cut / part.requests).mean():.1f}",
         }
         for (task, arm), part in table.groupby(["task", "arm"], sort=False)
@@ -131,15 +138,15 @@ def effect_table(found: Sequence[Mapping]) -> pd.DataFrame:
     for e in found:
         scale = 1 if METRICS[e["measure"]][1] == "nats" else 100
         interval = "none (single seed)" if e["ci95"] is None else f"[{scale * e['ci95'][0]:+z.2f}, {scale * e['ci95'][1]:+z.2f}]"
-        rows.append({"task": TITLES[e["task"]], "measure": METRICS[e["measure"]][0], "unit": "nats" if scale == 1 else "points", f"{e['treatment']} − {e['control']}": scale * e["mean"],
-                     "95% interval": interval, "per seed": ", ".join(f"{scale * x:+z.2f}" for x in e["per_seed"]), "p (Holm)": e["p_holm"]})   # fmt: skip
+        rows.append({"task": TITLES[e["task"]], "measure": METRICS[e["measure"]][0], "unit": "nats" if scale == 1 else "points",
+                     f"{e['treatment']} − {e['control']}": scale * e["mean"], "95% interval": interval, "per seed": ", ".join(f"{scale * x:+z.2f}" for x in e["per_seed"]), "p (Holm)": e["p_holm"]})   # fmt: skip
     return pd.DataFrame(rows)
 
 
 def within_seeds(arms: Sequence[Mapping], treatment: str = "joint", control: str = "baseline") -> pd.DataFrame:
-    """McNemar's exact test per seed and task: the items that one arm alone answers rightly, and p, Holm-corrected over all rows. Raises ResultError where a seed has no pair.
+    """McNemar's exact test per seed and task: the items that one arm alone answers rightly, and p, Holm-corrected over all rows.
 
-    Within one pair of models: what it says holds for these two, not for another seed.
+    Raises ResultError where a seed has no pair. Within one pair of models: what it says holds for these two, not for another seed.
     """
     from .measure_downstream import unpack_bits
 
@@ -184,7 +191,8 @@ def say_effects(found: Sequence[Mapping], metric: str) -> str:
         sides.setdefault(side, []).append(told(e))
     held = sum(e["p_holm"] <= 0.05 for e in group)
     parts = " and ".join(f"{side} it on {', '.join(names)}" for side, names in sides.items())
-    return f"The {words} ({unit}, {group[0]['n']} seeds): joint training {parts}; corrected for {len(group)} tasks (Holm), {held} of them {'is' if held == 1 else 'are'} established."
+    return (f"The {words} ({unit}, {group[0]['n']} seeds): joint training {parts}; corrected for {len(group)} tasks (Holm), {held} of them "
+            f"{'is' if held == 1 else 'are'} established.")   # fmt: skip
 
 
 def say_within(table: pd.DataFrame) -> str:
@@ -195,8 +203,9 @@ def say_within(table: pd.DataFrame) -> str:
 
 def say_harness(arms: Sequence[Mapping]) -> str:
     """What the harness's own transformers class made of the same items."""
-    checks = [found for row in arms for found in row["downstream"]["harness"].values()]
+    checks = checks_of(arms)
     if not checks:
         return "The harness's own transformers class was not asked (peer_items: 0)."
-    return (f"Of {sum(found['items'] for found in checks):,} items that the harness's own transformers class scored as well, it judged {judged_otherwise(arms)} otherwise than our adaptor; "
-            f"the largest difference of a log-likelihood is {max(found['largest_difference'] for found in checks):.1e} nats.")   # fmt: skip
+    other = sum(found["judged_otherwise"] for found in checks)
+    return (f"Of {sum(found['items'] for found in checks):,} items that the harness's own transformers class scored as well, it judged {other} otherwise than our adaptor; the "
+            f" largest difference of a log-likelihood is {max(found['largest_difference'] for found in checks):.1e} nats.")   # fmt: skip

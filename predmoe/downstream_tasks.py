@@ -31,6 +31,7 @@ from .data import Tokens
 CLOZE = "heldout_cloze"
 CLOZE_WORDS, CLOZE_CHOICES = 40, 4   # words of a passage, the last of them to be found; answers to choose from
 LETTERS = "ABCDEFGH"
+KIND_WORDS = {str: "non-empty text", list: "list of answers", int: "number of an answer"}
 
 
 class Unavailable(ConfigError):
@@ -158,7 +159,7 @@ def _json_rows(path: Path, task: str) -> list[dict]:
             if name not in row:
                 raise ConfigError(f"{where} lacks the field {name!r}: an item has {', '.join(kinds)}; add it or remove the line")
             if type(row[name]) is not kind or row[name] == "":
-                raise ConfigError(f"{where}: {name}={row[name]!r} is no {'non-empty text' if kind is str else 'list of answers' if kind is list else 'number of an answer'}; correct or remove the line")
+                raise ConfigError(f"{where}: {name}={row[name]!r} is no {KIND_WORDS[kind]}; correct or remove the line")
         if "choices" in row:
             _check_choices(row, task, where)
         elif len(row["continuation"].split(" ")) != 1:

@@ -129,7 +129,8 @@ def measure(model: MoEModel, checkpoint: Path, run: RunConfig, tokens: Tokens, c
         samples = run_task(lm, name, task)
         seconds = time.perf_counter() - begun
         found["tasks"][name], found["answers"][name] = summary(samples, chance_of(name, task))
-        found["tasks"][name] |= {"fingerprint": downstream_tasks.fingerprint(task), "requests": sum(len(s["filtered_resps"]) for s in samples), "cut": lm.cut - before, "seconds": seconds}
+        requests = sum(len(sample["filtered_resps"]) for sample in samples)
+        found["tasks"][name] |= {"fingerprint": downstream_tasks.fingerprint(task), "requests": requests, "cut": lm.cut - before, "seconds": seconds}
         progress(f"{name}: {len(samples)} items in {seconds:.0f} s, accuracy {found['tasks'][name]['accuracy']:.3f}")
         if other is not None:
             found["harness"][name] = compare(samples[: config.peer_items], run_task(other, name, task.of(range(min(config.peer_items, len(samples))))))

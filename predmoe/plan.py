@@ -43,7 +43,8 @@ def plan(profile: str, only: Sequence[str] = (), *, store: Path | None = None) -
         parameters = execute.check(job.notebook, job.params)
         posthoc, pairs = studies.posthoc_config(parameters["tier"], parameters["posthoc"]), studies.pairs_of(job.name, parameters)
         further = [studies.FURTHER[job.name](parameters)] if job.name in studies.FURTHER else []
-        further = [downstream_study.settle(how, [run for _, run in pairs], store) if isinstance(how, config.DownstreamConfig) else how for how in further]
+        # What is on the hub is not asked for here: a plan needs no network.
+        further = [downstream_study.settle(how, [run for _, run in pairs], store) if isinstance(how, config.DownstreamConfig) and not how.hub else how for how in further]
         for arm, run in pairs:
             entry = needed.setdefault((run.hash, runs.posthoc_name(posthoc)), {"run": run, "posthoc": posthoc, "arm": arm, "notebooks": {}})
             entry["notebooks"][job.name] = [posthoc, *further]

@@ -165,12 +165,11 @@ def test_a_run_of_the_store_knows_its_tokenizer_and_the_harness_knows_the_model_
         PredmoeLM(run, pretraind="x")
 
 
-@pytest.mark.parametrize("size", [8192 - 300, 8191 - 1000, 50304, 8000])
+@pytest.mark.parametrize("size", [8191, 8192 + 257, 50304])
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused_before_weights_are_read(size, tmp_path):
     save_checkpoint(MoEModel(ModelConfig(**(vars(SHAPE) | {"vocab_size": size}))), tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    fits = size == 8192
-    with pytest.raises(ConfigError, match=f"tokenizer bpe8k has 8192 entries and the model's vocabulary {size}" if not fits else "never"):
+    with pytest.raises(ConfigError, match=f"tokenizer bpe8k has 8192 entries and the model's vocabulary {size}"):
         load(tmp_path, tokenizer="bpe8k")
 
 
