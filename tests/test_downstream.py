@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
@@ -79,7 +80,7 @@ def test_trees_score_what_each_request_scores_alone(change):
     """By a plain forward pass per request: log-softmax at each position, and the likeliest token of each."""
     model = MoEModel(ModelConfig(**(vars(SHAPE) | change))).initialise(1)
     rng = np.random.default_rng(0)
-    requests = [(context, rng.integers(0, 40, n).tolist()) for context in (rng.integers(0, 40, m).tolist() for m in (3, 9, 22)) for n in (1, 1, 2, 5, 8)]
+    requests = [(context, rng.integers(0, 40, n).tolist()) for context in (rng.integers(0, 40, m).tolist() for m in (3, 9, 22)) for n in (1, 1, 2, 5, 8, 8)]
     requests += [(context, continuation[:-1] + [int(continuation[-1] + 1)]) for context, continuation in requests]
     with torch.no_grad():
         for context, continuation in (likely := list(requests[:3])):   # some that are greedy: the model's own words
@@ -146,7 +147,7 @@ def test_an_export_scores_what_its_checkpoint_scores_by_the_engine(checkpoint, l
     mine, resident = (one.loglikelihood(asked(PAIRS), disable_tqdm=True) for one in (exported, lm))
     assert type(exported.model) is downstream.Exported and [same for _, same in mine] == [same for _, same in resident]
     assert np.allclose([ll for ll, _ in mine], [ll for ll, _ in resident], atol=2e-4)
-    assert exported.model.engine.summary() is not None   # it was the engine that computed
+    assert exported.model.engine.summary().demand_bytes > 0   # it was the engine that computed
     with pytest.raises(ConfigError, match="the engine computes on the CPU"):
         load(tmp_path / "out", device="cuda")
 
@@ -185,11 +186,9 @@ def test_a_folder_that_is_no_model_or_names_no_tokenizer_is_one_sentence(checkpo
 
 def test_a_tokenizer_file_serves_as_well(checkpoint, lm, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "model")
-    transformers_tokenizer(TOKENIZER).backend_tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    with pytest.raises(ConfigError, match="neither <|endoftext|> nor </s>".replace("|", r"\|")):
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "model" / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"neither <\|endoftext\|> nor </s>"):
         words_of(None, tmp_path / "model")
-    held = transformers_tokenizer(TOKENIZER).backend_tokenizer
-    held.add_special_tokens(["<|endoftext|>"])
-    held.save(str(tmp_path / "model" / "tokenizer.json"))
+    transformers_tokenizer(TOKENIZER).backend_tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
     fast = load(tmp_path / "model")
     assert np.allclose([ll for ll, _ in fast.loglikelihood(asked(PAIRS), disable_tqdm=True)], [ll for ll, _ in lm.loglikelihood(asked(PAIRS), disable_tqdm=True)], atol=2e-4)
