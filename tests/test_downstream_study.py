@@ -10,8 +10,7 @@ import pytest
 from eval_files import write
 from fake_downstream import downstream, drawn, row
 from figures import cut_off
-from test_runs import POSTHOC, clone, corpus  # noqa: F401 (a fixture)
-from test_train import tiny
+from tiny_runs import POSTHOC, clone, tiny
 
 from predmoe import downstream_study, downstream_tasks, execute, experiments, measure_downstream, paths, plots_downstream, results, runs, stats
 from predmoe.config import EVAL_TASKS, ConfigError, DownstreamConfig, stable_hash
@@ -125,7 +124,7 @@ def test_the_addresses_of_the_third_measurement_do_not_move():
     assert runs.measurement_name(DownstreamConfig()) == f"downstream-{stable_hash(DownstreamConfig())}" == "downstream-cd2a6d5d445d"
 
 
-def test_a_run_is_measured_once_and_a_clone_without_weights_or_items_has_it_all(corpus, tmp_path, monkeypatch):  # noqa: F811
+def test_a_run_is_measured_once_and_a_clone_without_weights_or_items_has_it_all(corpus, tmp_path, monkeypatch):
     """Its model's context of 16 tokens is too short for some answers, and cuts most questions."""
     monkeypatch.setenv("PREDMOE_EVAL_DATA", str(write(tmp_path / "items")))
     config, how = tiny(corpus, steps=6, objective={}, model={"context": 32}), dataclasses.replace(HOW, cloze=0)
@@ -156,7 +155,7 @@ def test_tasks_without_items_are_left_out_and_named(tmp_path, monkeypatch):
         downstream_study.settle(dataclasses.replace(HOW, cloze=0), [], tmp_path)
 
 
-def test_a_measurement_under_a_wrong_name_is_refused(corpus, tmp_path):  # noqa: F811
+def test_a_measurement_under_a_wrong_name_is_refused(corpus, tmp_path):
     with pytest.raises(ConfigError, match="is no measurement of that name; there are posthoc, locality, downstream"):
         runs.get_or_measure([tiny(corpus)], POSTHOC, profile="none", locality=HOW, store=tmp_path)
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from eval_files import QUESTIONS, lines, write
-from test_train import corpus, tiny  # noqa: F401 (a fixture)
+from tiny_runs import tiny
 
 from predmoe import downstream_tasks
 from predmoe.config import EVAL_TASKS, ConfigError, DownstreamConfig
@@ -162,7 +162,7 @@ def test_the_public_items_are_read_whole(task):
 # --- a cloze of our own ----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def tokens(corpus):  # noqa: F811
+def tokens(corpus):
     return prepare(tiny(corpus).data)
 
 
