@@ -32,7 +32,7 @@ def settle(wanted: DownstreamConfig, configs: Sequence[RunConfig], store: Path) 
         return wanted
     lacking = downstream_tasks.missing(wanted.tasks, hub=wanted.hub)
     if len(lacking) == len(wanted.tasks) and not wanted.cloze:
-        raise ConfigError(f"no task can be run: {'; '.join(lacking.values()) or 'none is named'}")
+        raise ConfigError(f"no task can be run: {'; '.join(dict.fromkeys(lacking.values())) or 'none is named'}")
     return dataclasses.replace(wanted, tasks=tuple(task for task in wanted.tasks if task not in lacking))
 
 
@@ -208,4 +208,4 @@ def say_harness(arms: Sequence[Mapping]) -> str:
         return "The harness's own transformers class was not asked (peer_items: 0)."
     other = sum(found["judged_otherwise"] for found in checks)
     return (f"Of {sum(found['items'] for found in checks):,} items that the harness's own transformers class scored as well, it judged {other} otherwise than our adaptor; the "
-            f" largest difference of a log-likelihood is {max(found['largest_difference'] for found in checks):.1e} nats.")   # fmt: skip
+            f"largest difference of a log-likelihood is {max(found['largest_difference'] for found in checks):.1e} nats.")   # fmt: skip

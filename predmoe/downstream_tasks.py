@@ -98,9 +98,8 @@ def missing(tasks: Sequence[str], *, hub: bool = False) -> dict[str, str]:
 
 def _file(task: str) -> Path:
     where, name = folder(), BENCHMARKS[task].file
-    if where is None:
-        asked = os.environ.get("PREDMOE_EVAL_DATA")
-        raise Unavailable(f"{f'PREDMOE_EVAL_DATA={asked} is no folder' if asked else 'PREDMOE_EVAL_DATA names no folder'}: point it at one that holds {name}")
+    if where is None:   # without its value: what is said here may be published
+        raise Unavailable("PREDMOE_EVAL_DATA names no folder that is there: point it at one that holds the items, or set hub")
     for path in (where / name, where / f"{name}.bz2"):
         if path.is_file():
             return path

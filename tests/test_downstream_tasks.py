@@ -72,7 +72,7 @@ def test_what_is_not_there_is_named_with_what_to_do(files, monkeypatch):
     with pytest.raises(Unavailable):
         downstream_tasks.load(ALL, None)
     monkeypatch.setenv("PREDMOE_EVAL_DATA", "/nowhere")
-    assert set(missing(EVAL_TASKS)) == set(EVAL_TASKS) and "PREDMOE_EVAL_DATA=/nowhere is no folder" in missing(["piqa"])["piqa"]
+    assert set(missing(EVAL_TASKS)) == set(EVAL_TASKS) and "PREDMOE_EVAL_DATA names no folder that is there" in missing(["piqa"])["piqa"]
 
 
 def test_the_hub_gives_the_same_task_and_without_a_network_a_sentence(monkeypatch):
