@@ -271,6 +271,11 @@ class PredmoeLM(TemplateLM):
         """Tokens of a continuation as they are scored after `context`, which is not empty."""
         return len(self._encode_pair(context, continuation)[1])
 
+    def line(self, context: str, continuation: str) -> list[int]:
+        """The tokens that a request's forward pass reads."""
+        before, after = self._encode_pair(context, continuation)
+        return (before + after)[-(self.max_length + 1) : -1]
+
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
         self.cut += sum(len(context) + len(continuation) > self.max_length + 1 for context, continuation in pairs)

@@ -16,7 +16,6 @@ TITLES = {
     "hellaswag": "HellaSwag", "arc_easy": "ARC easy", "arc_challenge": "ARC challenge", "piqa": "PIQA", "openbookqa": "OpenBookQA",
     "lambada_openai": "LAMBADA", downstream_tasks.CLOZE: "held-out cloze (ours)",
 }  # fmt: skip
-SAME = 1e-3   # nats: sums of a hundred float32 terms in another order differ by a tenth of it
 GOLD = "gold answer's log-likelihood"
 METRICS = {"gold": (GOLD, "nats"), "accuracy": ("accuracy", "share"), "accuracy_norm": ("normalised accuracy", "share")}   # name -> words, unit
 
@@ -73,8 +72,8 @@ def checks_of(arms: Sequence[Mapping]) -> list[Mapping]:
 
 
 def equals_harness(arms: Sequence[Mapping]) -> bool:
-    """Whether every log-likelihood that the harness's transformers class gave as well is ours, but for rounding."""
-    return all(found["largest_difference"] < SAME for found in checks_of(arms))
+    """Whether every log-likelihood that the harness's transformers class gave as well is ours, but for rounding and what rounding makes of a router's tie."""
+    return all(found["apart"] == found["ties"] for found in checks_of(arms))
 
 
 def without_answers(arms: Sequence[Mapping]) -> list[dict]:
@@ -206,6 +205,7 @@ def say_harness(arms: Sequence[Mapping]) -> str:
     checks = checks_of(arms)
     if not checks:
         return "The harness's own transformers class was not asked (peer_items: 0)."
-    other = sum(found["judged_otherwise"] for found in checks)
-    return (f"Of {sum(found['items'] for found in checks):,} items that the harness's own transformers class scored as well, it judged {other} otherwise than our adaptor; the "
-            f"largest difference of a log-likelihood is {max(found['largest_difference'] for found in checks):.1e} nats.")   # fmt: skip
+    total = {name: sum(found[name] for found in checks) for name in ("items", "judged_otherwise", "apart")}
+    ties = f" In {total['apart']} of them a router's choice is a tie but for rounding, which each breaks its own way." if total["apart"] else ""
+    return (f"Of {total['items']:,} items that the harness's own transformers class scored as well, it judged {total['judged_otherwise']} otherwise than our adaptor; "
+            f"the largest difference of a log-likelihood is {max(found['largest_difference'] for found in checks):.1e} nats{', those with a tie apart' if ties else ''}.{ties}")   # fmt: skip

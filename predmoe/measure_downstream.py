@@ -7,11 +7,13 @@ address). Of each item it keeps whether it was answered rightly and the log-like
 from __future__ import annotations
 
 import base64
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from predmoe import downstream_tasks
 from predmoe.config import ConfigError, DownstreamConfig, RunConfig, to_dict
@@ -19,6 +21,8 @@ from predmoe.data import Tokens, load_tokenizer
 from predmoe.downstream import PredmoeLM, Whole, transformers_tokenizer, words_of
 from predmoe.model import MoEModel
 
+SAME = 1e-3   # nats: sums of a hundred float32 terms in another order differ by a tenth of it
+TIE = 1e-6    # of a router's probabilities: two that differ by less may change places by rounding
 OPEN = "lambada_openai"   # an open answer: no guess is right by chance, and there is nothing to normalise
 
 
@@ -101,13 +105,33 @@ def peer(checkpoint: Path, run: RunConfig):
         return HFLM(pretrained=model, tokenizer=transformers_tokenizer(load_tokenizer(run.data.tokenizer)), batch_size=16)
 
 
-def compare(ours: Sequence[Mapping], theirs: Sequence[Mapping]) -> dict:
-    """Item for item: the largest difference of a log-likelihood (nats, over all answers), and how many items were judged otherwise."""
-    difference, other = 0.0, 0
+def compare(ours: Sequence[Mapping], theirs: Sequence[Mapping], gap: Callable[[Mapping], float] = lambda sample: math.inf) -> dict:
+    """Item for item: how many were judged otherwise; how many log-likelihoods are `apart` by more than SAME nats, and the largest difference
+    of the others, over all answers. `ties`: of those apart, the ones in which some router's choice is a tie but for rounding, which each
+    side breaks its own way; `gap` gives the nearest one of an item.
+    """
+    found = {"items": len(ours), "largest_difference": 0.0, "judged_otherwise": 0, "apart": 0, "ties": 0}
     for mine, his in zip(ours, theirs, strict=True):
-        difference = max([difference, *(abs(a[0] - b[0]) for a, b in zip(mine["filtered_resps"], his["filtered_resps"], strict=True))])
-        other += any(mine[metric] != his[metric] for metric in ("acc", "acc_norm") if metric in mine)
-    return {"items": len(ours), "largest_difference": float(difference), "judged_otherwise": int(other)}
+        difference = max(abs(a[0] - b[0]) for a, b in zip(mine["filtered_resps"], his["filtered_resps"], strict=True))
+        found["judged_otherwise"] += any(mine[metric] != his[metric] for metric in ("acc", "acc_norm") if metric in mine)
+        if difference > SAME:
+            found["apart"] += 1
+            found["ties"] += gap(mine) < TIE
+        else:
+            found["largest_difference"] = max(found["largest_difference"], float(difference))
+    return found
+
+
+@torch.inference_mode()
+def nearest_tie(lm: PredmoeLM, model: MoEModel, sample: Mapping) -> float:
+    """The smallest difference between the probabilities of the last chosen and the first unchosen expert, over an item's answers, tokens and layers."""
+    K, nearest = model.config.top_k, math.inf
+    for context, continuation in sample["arguments"]:
+        _, routing = model.body(torch.tensor([lm.line(context, continuation)], device=model.device))
+        for layer in routing if K < model.config.num_experts else ():
+            probs_NE = layer.logits_NE.softmax(1).sort(1, descending=True).values
+            nearest = min(nearest, float((probs_NE[:, K - 1] - probs_NE[:, K]).min()))
+    return nearest
 
 
 def measure(model: MoEModel, checkpoint: Path, run: RunConfig, tokens: Tokens, config: DownstreamConfig, *, progress=lambda line: None) -> dict:
@@ -133,6 +157,7 @@ def measure(model: MoEModel, checkpoint: Path, run: RunConfig, tokens: Tokens, c
         found["tasks"][name] |= {"fingerprint": downstream_tasks.fingerprint(task), "requests": requests, "cut": lm.cut - before, "seconds": seconds}
         progress(f"{name}: {len(samples)} items in {seconds:.0f} s, accuracy {found['tasks'][name]['accuracy']:.3f}")
         if other is not None:
-            found["harness"][name] = compare(samples[: config.peer_items], run_task(other, name, task.of(range(min(config.peer_items, len(samples))))))
+            few = task.of(range(min(config.peer_items, len(samples))))
+            found["harness"][name] = compare(samples[: config.peer_items], run_task(other, name, few), lambda sample: nearest_tie(lm, model, sample))
     return found | {"config_hash": run.hash, "seed": run.train.seed, "downstream_config": to_dict(config), "data_hash": tokens.hash,
                     "seconds": {"downstream": time.perf_counter() - started}}   # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from predmoe import downstream
+from predmoe import downstream, measure_downstream
 from predmoe.config import ConfigError, ModelConfig
 from predmoe.data import load_tokenizer
 from predmoe.downstream import PredmoeLM, Tree, Whole, batches, load, plant, score, transformers_tokenizer, words_of
@@ -137,6 +137,15 @@ def test_rolling_and_generation_equal_the_harness_own(lm, harness):
     assert lm.generate_until(wanted) == harness.generate_until(wanted, disable_tqdm=True)
     with pytest.raises(ConfigError, match="likeliest tokens only"):
         lm.generate_until(asked([("x", {"temperature": 1.0})]))
+
+
+def test_the_nearest_tie_of_a_router_is_found(checkpoint, lm):
+    """Two equal rows of the last router: any token that chooses one of them last is a tie; without them none is that near."""
+    model, sample = MoEModel(SHAPE).initialise(0), {"arguments": PAIRS[:2]}
+    assert 1e-6 < measure_downstream.nearest_tie(lm, model, sample) < 1
+    with torch.no_grad():
+        model.layers[-1].router.weight[:] = model.layers[-1].router.weight[:1]
+    assert measure_downstream.nearest_tie(lm, model, sample) == 0.0
 
 
 # --- folders -------------------------------------------------------------------------------------------------------------------

@@ -45,8 +45,9 @@ def test_means_and_standard_errors_by_hand():
 def test_two_classes_are_compared_item_for_item():
     ours = [{"acc": 1.0, "acc_norm": 0.0, "filtered_resps": [(-1.0, False), (-2.0, False)]}, {"acc": 0.0, "filtered_resps": [(-3.0, True)]}]
     theirs = [{"acc": 1.0, "acc_norm": 1.0, "filtered_resps": [(-1.0, False), (-2.5, False)]}, {"acc": 0.0, "filtered_resps": [(-3.0, True)]}]
-    assert compare(ours, ours) == {"items": 2, "largest_difference": 0.0, "judged_otherwise": 0}
-    assert compare(ours, theirs) == {"items": 2, "largest_difference": 0.5, "judged_otherwise": 1}
+    assert compare(ours, ours) == {"items": 2, "largest_difference": 0.0, "judged_otherwise": 0, "apart": 0, "ties": 0}
+    assert compare(ours, theirs) == {"items": 2, "largest_difference": 0.0, "judged_otherwise": 1, "apart": 1, "ties": 0}
+    assert compare(ours, theirs, lambda sample: 1e-8)["ties"] == 1 and compare(ours, theirs, lambda sample: 1e-4)["ties"] == 0
 
 
 # --- statistics -----------------------------------------------------------------------------------------------------------------
@@ -104,14 +105,16 @@ def test_models_that_answered_other_items_are_told_apart():
     assert downstream_study.same_items(arms) and downstream_study.equals_harness(arms) and "judged 0 otherwise" in downstream_study.say_harness(arms)
     arms[1]["downstream"]["tasks"]["piqa"]["fingerprint"] = "f" * 12
     arms[1]["downstream"]["harness"]["piqa"]["judged_otherwise"] = 2
-    arms[0]["downstream"]["harness"]["arc_easy"]["largest_difference"] = 2e-3
+    arms[0]["downstream"]["harness"]["arc_easy"] |= {"apart": 2, "ties": 2}
+    assert downstream_study.equals_harness(arms) and "In 2 of them a router's choice is a tie" in downstream_study.say_harness(arms)
+    arms[0]["downstream"]["harness"]["arc_easy"]["ties"] = 1
     assert not downstream_study.same_items(arms) and not downstream_study.equals_harness(arms) and "judged 2 otherwise" in downstream_study.say_harness(arms)
 
 
 def test_the_figure_has_a_panel_per_task_and_a_line_of_chance():
     figure = plots_downstream.levels(downstream_study.scores(study()))
     shown = [ax for ax in figure.axes if ax.get_visible()]
-    assert [ax.get_title() for ax in shown] == list(downstream_study.TITLES.values()) and cut_off(figure) == []
+    assert [ax.get_title(loc="left") for ax in shown] == list(downstream_study.TITLES.values()) and cut_off(figure) == []
     assert "chance" in [text.get_text() for text in figure.legends[0].get_texts()]
     for ax, task in zip(shown, downstream_study.TITLES):
         assert any(list(line.get_ydata()) == [100 * downstream("baseline", 0)["tasks"][task]["chance"]] * 2 for line in ax.lines)
@@ -134,7 +137,7 @@ def test_a_run_is_measured_once_and_a_clone_without_weights_or_items_has_it_all(
     found = first["downstream"]
     assert tuple(found["tasks"]) == EVAL_TASKS and found["config_hash"] == config.hash and not any(found["left_out"].values())
     assert all(task["items"] == 2 and -300 < task["gold"] < 0 for task in found["tasks"].values())
-    assert all(check["items"] == 2 and check["judged_otherwise"] == 0 and check["largest_difference"] < 1e-3 for check in found["harness"].values())
+    assert all(check["items"] == 2 and check["apart"] == check["ties"] and check["largest_difference"] < 1e-3 for check in found["harness"].values())
     here = clone(tmp_path / "a", tmp_path / "b")
     monkeypatch.setenv("PREDMOE_EVAL_DATA", "/nowhere")
     assert downstream_study.settle(how, [config], here) == how and ask(here) == [first] and not list(here.rglob("*.safetensors"))

@@ -43,7 +43,7 @@ def test_prompts_and_answers_are_the_harness_own(files):
     assert first["piqa"] == ("Question: What does a cache keep\nAnswer:", " what is used again")
     assert first["lambada_openai"] == ("the cache reads before and after the", " cache")
     assert [context for context, _ in asked(tasks["hellaswag"])[::4]] == [
-        "Reading: A man opens a book. He", "Health: How to rest. Lie down. Close your eyes. ", "Cooking: Someone stirs a pot. The lady in red"]   # fmt: skip
+        "Reading: A man opens a book. He", "Health: How to rest. Lie down. Close your eyes.", "Cooking: Someone stirs a pot. The lady in red"]   # fmt: skip
     golds = {name: [task.doc_to_target(doc) for doc in task.eval_docs] for name, task in tasks.items()}
     assert golds["arc_easy"] == [0, 1, 2] and golds["piqa"] == [0, 1, 0] and golds["hellaswag"] in ([3, 0, 2], ["3", "0", "2"]) and golds["lambada_openai"][1] == " disk"
 
