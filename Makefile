@@ -33,7 +33,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@echo "Setting up .venv from requirements.lock (a few minutes, about 2 GB)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --no-deps -r requirements.lock
-	$(BIN)/python -m pip install --no-build-isolation -c requirements.lock -e '.[test]'
+	$(BIN)/python -m pip install --no-build-isolation -c requirements.lock -e '.[test,eval]'
 	$(BIN)/python -m pip install --no-deps libcachesim==0.3.5
 	$(BIN)/python -c 'import torch, predmoe; print("torch", torch.__version__, "is ready")'
 	@touch $@

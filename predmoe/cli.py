@@ -1,5 +1,5 @@
-"""The command line: `predmoe report`, `plan`, `train` and `readme`; `trace` and `simulate` are in `cli_traces`, `export` and `generate` in `cli_engine`, `probe` in `cli_hf`. What a person can mend is one sentence and
-exit code 2; a bug is a traceback."""
+"""The command line: `predmoe report`, `plan`, `train` and `readme`; `trace` and `simulate` are in `cli_traces`, `export` and `generate` in
+`cli_engine`, `probe` in `cli_hf`, `evaluate` in `cli_downstream`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from . import cli_engine, cli_hf, cli_traces, config
+from . import cli_downstream, cli_engine, cli_hf, cli_traces, config
 from .config import ConfigError
 
 
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_traces.add(commands)
     cli_engine.add(commands)
     cli_hf.add(commands)
+    cli_downstream.add(commands)
 
     command = commands.add_parser("readme", help="bring the computed parts of README.md up to date with outputs/")
     command.set_defaults(command=_readme)
