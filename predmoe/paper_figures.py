@@ -14,9 +14,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from . import controls, experiments, frontier, isolation, paths, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, reference_table, results, scaling, sensitivity, stats
+from . import controls, experiments, frontier, isolation, paths, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, stats
 
-WIDTH = 6.1   # inches: the text's width in main.tex
+WIDTH = 6.4   # inches: the text's width in main.tex
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,6 @@ class Spec:
             raise ValueError(f"{self.experiment}, {self.figure}: text={self.text} or height={self.height} is not for print")
 
 
-def _joint(result):
-    return [row for row in result["arms"] if row["arm"] in ("baseline", "joint")]
-
-
-def _mended(result, table):
-    rows, pairs = table("reference_table"), [(f"joint-{name}", f"baseline-{name}") for name in ("linear", "ranking")]
-    found = {metric: [e for pair in pairs for e in reference_table.effects(rows, *pair, metric)] for metric in ("tok_s", "wasted_mb")}
-    change = reference_table.by_variant(found, {"joint-linear": "linear", "joint-ranking": "ranking MLP"})
-    known = results.reference()["simulator"]["joint_over_baseline"]
-    theirs = {metric: {"as published": 100 * known[f"linear {metric}"]} for metric in found}
-    return plots_simulator.arms(change, theirs, {"tok_s": "tok/s, joint against baseline (%)", "wasted_mb": "wasted bytes (%)"}, signed=True)
-
-
 def _bandwidth(result, table):
     rows = table("bandwidth")
     shown = [rows[rows.accuracies == "reference"].assign(variant=lambda r: "the study's accuracies, " + r.variant), rows[rows.accuracies == "ours"].assign(variant=lambda r: "our accuracies, " + r.variant)]
@@ -56,11 +43,6 @@ def _bandwidth(result, table):
 def _map(result, table):
     atlas = table("map")
     return plots_simulator.gain_map(atlas[atlas.guard == "none"])
-
-
-def _effects(result, table):
-    found = experiments.hit_effects(result["arms"], "joint", "baseline", predictors=["ranking", "linear", "next_router"])
-    return plots.forest(experiments.forest_table(found, experiments.reference_effects()))
 
 
 def _locality(result, table):
@@ -74,10 +56,6 @@ def _many(name: str, panel: str, value: str, label: str, title: str):
 
 FIGURES: dict[str, Spec] = {
     "summary": Spec(experiment="02_horizons", figure="effects", height=2.35, draw=lambda r, t: plots.summary(*experiments.summary_tables(r), gate=stats.MAX_LOSS_INCREASE)),
-    "effects": Spec(experiment="02_horizons", figure="effects", height=2.7, draw=_effects),
-    "seeds": Spec(experiment="14_ranking_seeds", figure="effects", height=2.7, draw=lambda r, t: _effects({"arms": _joint(r)}, t)),
-    "hits": Spec(experiment="02_horizons", figure="hits", height=2.3,
-                 draw=lambda r, t: plots.hit_by_horizon(experiments.hits(r["arms"]).query("predictor in ['linear', 'ranking', 'next_router', 'token_id']"))),
     "dose": Spec(experiment="03_dose", figure="dose", height=2.4, draw=lambda r, t: plots.dose(t("doses"), gate=stats.MAX_LOSS_INCREASE)),
     "six": Spec(experiment="04_isolation", figure="six_arms", height=2.5, draw=lambda r, t: plots_isolation.six_arms(t("six_arms"), isolation.reference_levels())),
     "power": Spec(experiment="06_seeds", figure="power", height=2.3, draw=lambda r, t: plots_isolation.power(t("power"), wanted=0.8)),
@@ -86,7 +64,6 @@ FIGURES: dict[str, Spec] = {
     "sizes": Spec(experiment="14_ranking_seeds", figure="sizes", height=2.3,
                   draw=lambda r, t: plots_isolation.sizes(scaling.same_experts(t("sizes")), scaling.reference_points("ranking"))),
     "frontier": Spec(experiment="15_frontier", figure="known", height=3.4, text=0.72, draw=_many("known", "horizon", "known", "known ahead (% of the true top-k)", "h = {}")),
-    "mended": Spec(experiment="05_cache_simulation", figure="mended", height=3.4, text=0.74, draw=_mended),
     "curves": Spec(experiment="05_cache_simulation", figure="hit_curves", height=3.2, text=0.74, draw=lambda r, t: plots_simulator.hit_curves(t("hit_curves"))),
     "fit": Spec(experiment="05_cache_simulation", figure="engine_fit", height=2.1, text=0.72, draw=lambda r, t: plots_simulator.engine_fit(t("engine_fit"))),
     "bandwidth": Spec(experiment="08_latency_sensitivity", figure="bandwidth", height=2.9, draw=_bandwidth),
@@ -139,7 +116,7 @@ def fit(figure: Figure, width: float, height: float, text: float) -> Figure:
         handles, labels, size = old.legend_handles, [item.get_text() for item in old.get_texts()], old.get_texts()[0].get_fontsize()
         for columns in range(len(labels), 0, -1):
             old.remove()
-            old = figure.legend(handles=handles, labels=labels, loc="outside upper center", ncols=columns, fontsize=size, handlelength=2.6, columnspacing=1.4)
+            old = figure.legend(handles=handles, labels=labels, loc="outside upper center", ncols=columns, fontsize=size, handlelength=2.6, columnspacing=1.4, frameon=False)
             if old.get_window_extent().width < 0.98 * figure.bbox.width:
                 break
     return figure

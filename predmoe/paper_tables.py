@@ -17,16 +17,17 @@ NONE = "--"
 
 def values(profile: str, found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str, str]:
     """Every table by name. A table whose experiment has not been run is one line that says so."""
-    made = {"table.sizes": _sizes(), "table.headline": claims(c for c in decided if c["headline"]), "table.claims": claims(decided), "table.provenance": provenance(found)}
+    made = {"table.sizes": _sizes(found), "table.headline": claims(c for c in decided if c["headline"]), "table.claims": claims(decided), "table.provenance": provenance(found)}
     asked = found["02_horizons"]["provenance"]["parameters"]["horizons"] if "02_horizons" in found else (1, 2, 4)
     made["head.horizons"] = " & ".join(f"${h}$" for h in asked)
-    made["list.failed"] = verdicts(decided, stats.NOT_REPLICATED)
-    made["list.partly"] = verdicts(decided, stats.PARTLY)
+    made["list.failed"], made["list.partly"] = failed(decided), partly(decided)
     drawn = {"table.hits": ("02_horizons", 7, hits), "table.effects": ("02_horizons", 5, effects), "table.quality": ("02_horizons", 6, quality)}
     for name, (experiment, columns, make) in drawn.items():
         made[name] = make(found[experiment]) if experiment in found else _absent(experiment, columns)
     worth = "05_cache_simulation"
     made["table.mended"] = mended(profile) if worth in found else _absent(worth, 5)
+    made["say.machines"] = machines(profile) if worth in found else notrun(worth)
+    made["say.fits"] = fits(profile) if "08_latency_sensitivity" in found else notrun("08_latency_sensitivity")
     made["table.reproduced"] = reproduced(profile) if worth in found else _absent(worth, 4)
     return made
 
@@ -35,10 +36,9 @@ def _absent(experiment: str, columns: int) -> str:
     return rf"\multicolumn{{{columns}}}{{c}}{{{notrun(experiment)}}} \\"
 
 
-def _sizes() -> str:
-    known = results.reference()["tiers"]
-    lines = []
-    for name in ("cpu",):
+def _sizes(found) -> str:
+    known, lines = results.reference()["tiers"], []
+    for name in [found["02_horizons"]["provenance"]["parameters"]["tier"] if "02_horizons" in found else "cpu"]:
         tier = config.TIERS[name]
         shape, size = tier.model, model.count_parameters(tier.model)
         tokens = tier.train.steps * tier.train.batch_size * shape.context
@@ -52,11 +52,11 @@ def _sizes() -> str:
 
 
 def hits(result: Mapping) -> str:
-    """Levels of hit@k: a line per predictor and model; our three columns, then the reference study's."""
+    """Levels of hit@k: a line per predictor and model (baseline, joint); our three columns, then the reference study's."""
     frame, known = experiments.hits(result["arms"]), {(row["predictor"], row["arm"]): row for row in results.reference()["hit"]}
     horizons, lines = sorted(frame.horizon.unique()), []
     for predictor in READ:
-        for arm in dict.fromkeys(frame.arm):
+        for arm in ("baseline", "joint"):
             mine = frame[(frame.predictor == predictor) & (frame.arm == arm)].groupby("horizon").hit.mean()
             theirs = known.get((predictor, arm), {})
             lines.append([escape(PREDICTORS[predictor]) if arm == "baseline" else "", escape(arm), *(number(mine[h], 3) for h in horizons),
@@ -95,7 +95,7 @@ def mended(profile: str) -> str:
     tables = pd.read_csv(folder / "reference_table.csv"), pd.read_csv(folder / "our_table.csv")
 
     def by(table, predictor, metric):
-        return {e["variant"]: effect(e, "percent") for e in reference_table.effects(table, f"joint-{predictor}", f"baseline-{predictor}", metric)}
+        return {e["variant"]: effect(e, "points") for e in reference_table.effects(table, f"joint-{predictor}", f"baseline-{predictor}", metric)}
 
     theirs, ours = [by(tables[0], *what) for what in (("linear", "tok_s"), ("ranking", "tok_s"), ("linear", "wasted_mb"))], by(tables[1], "linear", "tok_s")
     return rows([_variant(name), *(column[name] for column in theirs), ours.get(name, NONE)] for name in theirs[0])
@@ -124,11 +124,41 @@ def claims(decided: Iterable[Mapping]) -> str:
     return (r" \\ \addlinespace[3pt]" + "\n").join(" & ".join(line) for line in lines) + r" \\"
 
 
-def verdicts(decided: Iterable[Mapping], word: str) -> str:
-    """The claims of one verdict as items of a list, with what was published, what was measured and why; a sentence where there is none."""
+def failed(decided: Iterable[Mapping]) -> str:
+    """The claims that did not replicate as items of a list, with what was published, what was measured and why; a sentence where there is none."""
     items = [rf"\item \textbf{{{prose(c['statement'].rstrip('.'))}.}} Here: {prose(c['measured'])}. In the reference study: {prose(c['reference'])}. Why: \val{{claim.{c['id']}.why}}."
-             for c in decided if c["verdict"] == word]  # fmt: skip
-    return "\n".join(items) or r"\item None."
+             for c in decided if c["verdict"] == stats.NOT_REPLICATED]  # fmt: skip
+    return "\n".join(items) or r"\item None of those tested."
+
+
+def partly(decided: Iterable[Mapping]) -> str:
+    """The claims that replicated in part, in one sentence each with the reason."""
+    said = [rf"\emph{{{prose(c['statement'].rstrip('.'))}}} (\val{{claim.{c['id']}.why}})." for c in decided if c["verdict"] == stats.PARTLY]
+    return " ".join(said) or "none."
+
+
+def machines(profile: str) -> str:
+    """How many of the published machines' hit rates and speeds lie inside what the simulator gives for them, and how far off the rest are."""
+    known = pd.read_csv(paths.outputs(profile) / "05_cache_simulation" / "published_machines.csv")
+    parts = []
+    for name, words in (("hit", "published hit rates"), ("tok_s", "published speeds")):
+        inside = (known[f"{name}_published"] >= known[f"{name}_low"]) & (known[f"{name}_published"] <= known[f"{name}_high"])
+        below, above = known[known[f"{name}_published"] < known[f"{name}_low"]], known[known[f"{name}_published"] > known[f"{name}_high"]]
+        off = [f"{len(part)} {side} by a factor of {ratio.min():.2f} to {ratio.max():.2f}" for part, end, side in ((below, "low", "below it"), (above, "high", "above it"))
+               if len(part) for ratio in [part[f"{name}_published"] / part[f"{name}_{end}"]]]  # fmt: skip
+        parts.append(f"of {len(known)} {words} {inside.sum()} lie inside the simulated range" + (f" ({' and '.join(off)})" if off else ""))
+    return prose(f"The range is over what is not published of a machine. {'; '.join(parts).capitalize()}.")
+
+
+def fits(profile: str) -> str:
+    """The joint model's gain where a read fits behind a layer and where it does not, with both kinds of accuracies, means over seeds."""
+    known, parts = pd.read_csv(paths.outputs(profile) / "08_latency_sensitivity" / "bandwidth.csv"), []
+    for whose, words in (("reference", "With the study's accuracies"), ("ours", "with ours")):
+        means = known[(known.accuracies == whose) & (known.variant == "all mended")].groupby(["fits", "gb_per_s"]).gain.mean()
+        told = [f"{100 * side.min():+z.1f}% to {100 * side.max():+z.1f}% {where}" for flag, where in ((True, "where a read fits"), (False, "where none does"))
+                if flag in means.index.get_level_values(0) for side in [means[flag]]]  # fmt: skip
+        parts.append(f"{words} and all faults mended the joint model's gain is {' and '.join(told)}")
+    return prose("; ".join(parts) + ".")
 
 
 def provenance(found: Mapping[str, Mapping]) -> str:

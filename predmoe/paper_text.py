@@ -24,10 +24,9 @@ LEFT_OUT = r"post-hoc fits converged|^All \d+ .* fits|^Our accuracies are|^The p
 DETAILS = {   # name -> (experiment, the beginning of its finding): single sentences that have a place of their own
     "say.reproduction": ("05_cache_simulation", "With a Zipf exponent"), "say.waste": ("05_cache_simulation", "Waste by an ever-used set"),
     "say.ranked": ("05_cache_simulation", "The study's guesses"), "say.traces": ("05_cache_simulation", "On our models' traces"),
-    "say.own-text": ("05_cache_simulation", "A model's own continuations"), "say.policies": ("05_cache_simulation", r"With \d+% of the experts in memory"),
-    "say.fit": ("05_cache_simulation", "Fitted on"), "say.machines": ("05_cache_simulation", "Of Colibri's machines"), "say.field-prefetch": ("05_cache_simulation", "Colibri's prefetch"),
-    "say.prompt": ("08_latency_sensitivity", "From cold"), "say.fits-ours": ("08_latency_sensitivity", "With our accuracies, all mended: where a read fits"),
-    "say.fits-theirs": ("08_latency_sensitivity", "With the reference's accuracies, all mended: where a read fits"), "say.best": ("08_latency_sensitivity", "With the best setting"),
+    "say.policies": ("05_cache_simulation", r"With \d+% of the experts in memory"),
+    "say.fit": ("05_cache_simulation", "Fitted on"), "say.field-prefetch": ("05_cache_simulation", "Colibri's prefetch"),
+    "say.prompt": ("08_latency_sensitivity", "From cold"), "say.best": ("08_latency_sensitivity", "With the best setting"),
     "say.map": ("08_latency_sensitivity", "Without the guard prefetching harms"), "say.map-guarded": ("08_latency_sensitivity", "With the guard prefetching harms in"),
     "say.term": ("01_mechanism", "At the end of training"), "say.chosen": ("02_horizons", r"(Of \d+|None of the|No) candidates?"), "say.documents": ("02_horizons", "Resampling"),
     "say.variations": ("02_horizons", "So at h"),
@@ -77,14 +76,13 @@ def _protocol(found) -> dict[str, str]:
     objective, fit = tier.objective, tier.posthoc
     tokens = tier.train.steps * tier.train.batch_size * tier.model.context
     ran, missing = [name for name in EXPERIMENTS if name in found], [name for name in EXPERIMENTS if name not in found]
-    status = (f"Of {len(EXPERIMENTS)} experiments {len(ran)} have been run; of the others ({listed([EXPERIMENTS[name] for name in missing])}) this version reports nothing, "
-              "and their places say so." if missing else f"All {len(EXPERIMENTS)} experiments have been run.")  # fmt: skip
+    status = f"Of {len(EXPERIMENTS)} planned experiments {len(ran)} have been run; where the others will stand, the text says so." if missing else f"All {len(EXPERIMENTS)} planned experiments have been run."
     size = _size(tier)
     return {
         "status": prose(status), "gate.loss": f"{100 * stats.MAX_LOSS_INCREASE:g}\\%", "gate.entropy": f"{stats.MIN_LOAD_ENTROPY_RATIO:g}",
         "weight.balance": f"{objective.balance:g}", "weight.joint": f"{asked['lambda_pred']:g}" if asked else notrun("02_horizons"),
         "horizons": listed([str(h) for h in asked["horizons"]]) if asked else notrun("02_horizons"),
-        "seeds": str(len(asked["seeds"])) if asked else notrun("02_horizons"),
+        "horizons.set": ", ".join(map(str, asked["horizons"])) if asked else r"\\dots", "seeds": str(len(asked["seeds"])) if asked else notrun("02_horizons"),
         "ramp.start": f"{100 * objective.ramp_start:g}\\%", "ramp.end": f"{100 * objective.ramp_end:g}\\%", "heads.lr": f"{tier.train.predictor_lr_scale:g}",
         "fit.every": str(fit.eval_every), "fit.divisor": "4", "fit.patience": str(fit.patience), "heldout.tokens": f"{tier.data.heldout_tokens:,}".replace(",", "\\,"),
         "factor": f"{stats.MAGNITUDE_FACTOR:g}", "least.seeds": str(stats.LEAST_SEEDS), "train.lr": f"{tier.train.lr:g}", "train.tokens": f"{tokens / 1e6:.3g} million",
@@ -112,8 +110,10 @@ def _claims(decided) -> dict[str, str]:
 
 
 def _why(text: str) -> str:
-    """A verdict's reason without the internal names of effects: of them only the horizon, where there is one."""
-    return prose(re.sub(r"(: |; )[\w. ()-]+? - [\w. ()-]+?(?:, (h=\d+))?(?=;|$)", lambda m: f"{m[1]}{m[2]}" if m[2] else "" if m[1] == ": " else m[0], text))
+    """A verdict's reason with, of the internal names of effects that follow it, only the horizons."""
+    reason, _, names = text.partition(": ")
+    at = dict.fromkeys(re.findall(r"h=\d+", names))
+    return prose(reason + (f": {', '.join(at)}" if at else ""))
 
 
 # --- sentences ---------------------------------------------------------------------------------------------------------
