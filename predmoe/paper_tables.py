@@ -144,7 +144,7 @@ def machines(profile: str) -> str:
     for name, words in (("hit", "published hit rates"), ("tok_s", "published speeds")):
         inside = (known[f"{name}_published"] >= known[f"{name}_low"]) & (known[f"{name}_published"] <= known[f"{name}_high"])
         below, above = known[known[f"{name}_published"] < known[f"{name}_low"]], known[known[f"{name}_published"] > known[f"{name}_high"]]
-        off = [f"{len(part)} {side} by a factor of {ratio.min():.2f} to {ratio.max():.2f}" for part, end, side in ((below, "low", "below it"), (above, "high", "above it"))
+        off = [f"{len(part)} {side}, at {ratio.min():.2f} to {ratio.max():.2f} times that end" for part, end, side in ((below, "low", "below it"), (above, "high", "above it"))
                if len(part) for ratio in [part[f"{name}_published"] / part[f"{name}_{end}"]]]  # fmt: skip
         parts.append(f"of {len(known)} {words} {inside.sum()} lie inside the simulated range" + (f" ({' and '.join(off)})" if off else ""))
     return prose(f"The range is over what is not published of a machine. {'; '.join(parts).capitalize()}.")
@@ -155,7 +155,7 @@ def fits(profile: str) -> str:
     known, parts = pd.read_csv(paths.outputs(profile) / "08_latency_sensitivity" / "bandwidth.csv"), []
     for whose, words in (("reference", "With the study's accuracies"), ("ours", "with ours")):
         means = known[(known.accuracies == whose) & (known.variant == "all mended")].groupby(["fits", "gb_per_s"]).gain.mean()
-        told = [f"{100 * side.min():+z.1f}% to {100 * side.max():+z.1f}% {where}" for flag, where in ((True, "where a read fits"), (False, "where none does"))
+        told = [" to ".join(dict.fromkeys(f"{100 * end:+z.1f}%" for end in (side.min(), side.max()))) + f" {where}" for flag, where in ((True, "where a read fits"), (False, "where none does"))
                 if flag in means.index.get_level_values(0) for side in [means[flag]]]  # fmt: skip
         parts.append(f"{words} and all faults mended the joint model's gain is {' and '.join(told)}")
     return prose("; ".join(parts) + ".")

@@ -140,7 +140,7 @@ def _of_horizons(found) -> dict[str, str]:
 
     main = by("ranking")
     known = {h: value for (predictor, h), value in experiments.reference_effects().items() if predictor == "ranking"}
-    compared = [f"at h = {e['horizon']} {findings.compare(e, known[e['horizon']])}" for e in main if e["horizon"] in known]
+    compared = [f"at h = {e['horizon']}, {findings.compare(e, known[e['horizon']])}" for e in main if e["horizon"] in known]
     loss, reuse = experiments.scalar_effects(arms, "joint", "baseline", {"val_loss": "nats/token", "reuse": "share of k"})
     own = any(row["arm"] == "alternative" for row in arms)
     said = {

@@ -32,7 +32,7 @@ def prose(text: str) -> str:
     """A computed sentence as LaTeX: signs become minus signs, h = 1 and hit@k become formulas, intervals do not break, **bold** and `code` stay."""
     text = re.sub(r'"([^"]*)"', r"``\1''", escape(text))
     text = re.sub(r"(?<![\w.])-(?=\.?\d)", "$-$", text)
-    text = text.replace(" - ", " $-$ ").replace("+-", r"$\pm$").replace("hit@k", "hit@$k$").replace("top-k", "top-$k$")
+    text = text.replace(" - ", " $-$ ").replace(" x ", r" $\times$ ").replace("+-", r"$\pm$").replace("hit@k", "hit@$k$").replace("top-k", "top-$k$")
     text = re.sub(r"\bh ?= ?(\d+)(?! ?/)", r"$h=\1$", text)
     text = re.sub(r"\bh ?= ?(\d+(?: / \d+)+)", lambda m: f"$h={m[1].replace(' ', '')}$", text)
     text = re.sub(r"\bp = ", r"$p$~=~", text)
