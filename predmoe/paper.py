@@ -83,7 +83,7 @@ def macros(values: Mapping[str, str], found: Mapping[str, Mapping], alternatives
 
 
 def check(tex: str, values: Mapping[str, str], decided) -> None:
-    """Raises ConfigError where main.tex asks for a value, claim, experiment or figure that does not exist."""
+    """Raises ConfigError where main.tex asks for a value, claim, experiment or figure that does not exist, or has a number typed into its results."""
     plain = re.sub(r"(?<!\\)%.*", "", tex)
     body = plain.partition(r"\begin{document}")[2]
     claims = {claim["id"] for claim in decided}
@@ -93,5 +93,33 @@ def check(tex: str, values: Mapping[str, str], decided) -> None:
     wrong += [f"value {name!r}" for name in asked if name not in values]
     wrong += [f"experiment {name!r}" for name in re.findall(r"\\(?:ifrun|notrun|findings)\{([^}#]*)\}", body) if name not in paper_text.EXPERIMENTS]
     wrong += [f"figure {name!r}" for name in re.findall(r"\\(?:resultfigure|figref)\{([^}#]*)\}", body) if name not in paper_figures.FIGURES]
+    if numbers := typed(tex):
+        raise ConfigError(f"paper/main.tex has numbers typed into its results, where only macros may stand: {'; '.join(numbers[:5])}")
     if wrong:
         raise ConfigError(f"paper/main.tex asks for what does not exist: {', '.join(dict.fromkeys(wrong))}")
+
+
+PARTS = (   # in which no number is typed: the abstract, the results, the conclusion
+    (r"\begin{abstract}", r"\end{abstract}"), ("% --- results begin ---", "% --- results end ---"), (r"\section{Conclusion}", r"\bibliographystyle"),
+)  # fmt: skip
+WORDS = r"\b(?:three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|hundred|thousand|million|twice|tenfold)\b"
+NO_RESULT = (   # what may hold a digit and is no result: comments, names, columns, lengths, the numbers by which the simulator's faults are known
+    r"(?<!\\)%.*", r"\\(?:val|claim|findings|ifrun|notrun|figref|ref|label|fault|cite[tp]?|multicolumn|resultfigure)\{[^}]*\}(?:\{(?:verdict|measured|why|reference|n)\})?",
+    r"\\cmidrule\(\w+\)\{[^}]*\}", r"\\setlength\{[^}]*\}\{[^}]*\}", r"p\{[\d.]+in\}",
+)  # fmt: skip
+
+
+def typed(tex: str) -> list[str]:
+    """Numbers, as digits or as words, that stand in one of PARTS outside a macro, each with what is around it.
+
+    Raises ConfigError where a part cannot be found, so that none escapes.
+    """
+    found = []
+    for begin, end in PARTS:
+        text, there = tex.partition(begin)[2].partition(end)[:2]
+        if not there:
+            raise ConfigError(f"paper/main.tex lacks {begin} or {end}: between them no number may be typed")
+        for harmless in NO_RESULT:
+            text = re.sub(harmless, " ", text)
+        found += [" ".join(text[max(0, m.start() - 25) : m.end() + 25].split()) for m in re.finditer(rf"\d[\d.,]*|{WORDS}", text, flags=re.IGNORECASE)]
+    return found
