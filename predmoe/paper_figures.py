@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from . import controls, experiments, frontier, isolation, paths, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, stats
+from .paper_text import PRIMARY
 
 WIDTH = 6.4   # inches: the text's width in main.tex
 
@@ -23,7 +24,7 @@ WIDTH = 6.4   # inches: the text's width in main.tex
 class Spec:
     """One figure: of which experiment, which of its figures (whose alternative text it takes), how it is drawn and how tall it is in print."""
 
-    experiment: str
+    experiment: str | tuple[str, ...]   # of several the first that has been run
     figure: str
     height: float   # inches
     draw: Callable[[Mapping, Callable[[str], pd.DataFrame]], Figure]   # (results of the experiment, read a table) -> Figure
@@ -32,6 +33,16 @@ class Spec:
     def __post_init__(self):
         if not 0.5 < self.text <= 1.0 or not 1.0 < self.height < 8.0:
             raise ValueError(f"{self.experiment}, {self.figure}: text={self.text} or height={self.height} is not for print")
+
+    def of(self, found: Mapping[str, Mapping]) -> str | None:
+        """The experiment whose results are drawn; None where none of them has been run."""
+        names = (self.experiment,) if isinstance(self.experiment, str) else self.experiment
+        return next((name for name in names if name in found), None)
+
+
+def _summary(result, table):
+    own = [row for row in result["arms"] if row["arm"] in ("baseline", "joint", "alternative")]   # without those of other sizes
+    return plots.summary(*experiments.summary_tables({"arms": own}), gate=stats.MAX_LOSS_INCREASE)
 
 
 def _bandwidth(result, table):
@@ -55,7 +66,7 @@ def _many(name: str, panel: str, value: str, label: str, title: str):
 
 
 FIGURES: dict[str, Spec] = {
-    "summary": Spec(experiment="02_horizons", figure="effects", height=2.35, draw=lambda r, t: plots.summary(*experiments.summary_tables(r), gate=stats.MAX_LOSS_INCREASE)),
+    "summary": Spec(experiment=PRIMARY, figure="effects", height=2.35, draw=_summary),
     "dose": Spec(experiment="03_dose", figure="dose", height=2.4, draw=lambda r, t: plots.dose(t("doses"), gate=stats.MAX_LOSS_INCREASE)),
     "six": Spec(experiment="04_isolation", figure="six_arms", height=2.5, draw=lambda r, t: plots_isolation.six_arms(t("six_arms"), isolation.reference_levels())),
     "power": Spec(experiment="06_seeds", figure="power", height=2.3, draw=lambda r, t: plots_isolation.power(t("power"), wanted=0.8)),
@@ -85,11 +96,12 @@ def write(profile: str, found: Mapping[str, Mapping], folder: Path) -> dict[str,
     for name, spec in FIGURES.items():
         if (alt := alternative(name, found)) is None:
             continue
+        experiment = spec.of(found)
 
-        def table(which, experiment=spec.experiment):
+        def table(which, experiment=experiment):
             return pd.read_csv(paths.outputs(profile) / experiment / f"{which}.csv")
 
-        figure = fit(spec.draw(found[spec.experiment], table), WIDTH, spec.height, spec.text)
+        figure = fit(spec.draw(found[experiment], table), WIDTH, spec.height, spec.text)
         with plots.style(), rc_context({"pdf.fonttype": 42}):   # TrueType, as print shops and arXiv want it
             figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None, "Title": alt})
         drawn[name] = alt
@@ -99,7 +111,7 @@ def write(profile: str, found: Mapping[str, Mapping], folder: Path) -> dict[str,
 def alternative(name: str, found: Mapping[str, Mapping]) -> str | None:
     """What a figure shows in words, as its notebook says it; None where the experiment has not been run or has no such figure."""
     spec = FIGURES[name]
-    described = {figure["name"]: figure["alt"] for figure in found.get(spec.experiment, {}).get("figures", [])}
+    described = {figure["name"]: figure["alt"] for figure in found.get(spec.of(found), {}).get("figures", [])}
     return described.get(spec.figure)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import pandas as pd
 
 from . import config, experiments, model, paths, reference_table, results, stats
-from .paper_text import EXPERIMENTS, VERDICTS, effect, notrun, number
+from .paper_text import EXPERIMENTS, VERDICTS, effect, notrun, number, primary
 from .plots import PREDICTORS
 from .tex import escape, listed, prose, rows
 
@@ -18,10 +18,11 @@ NONE = "--"
 def values(profile: str, found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str, str]:
     """Every table by name. A table whose experiment has not been run is one line that says so."""
     made = {"table.sizes": _sizes(found), "table.headline": claims(c for c in decided if c["headline"]), "table.claims": claims(decided), "table.provenance": provenance(found)}
-    asked = found["02_horizons"]["provenance"]["parameters"]["horizons"] if "02_horizons" in found else (1, 2, 4)
+    main = primary(found)
+    asked = found[main]["provenance"]["parameters"]["horizons"] if main else (1, 2, 4)
     made["head.horizons"] = " & ".join(f"${h}$" for h in asked)
     made["list.failed"], made["list.partly"] = failed(decided), partly(decided)
-    drawn = {"table.hits": ("02_horizons", 7, hits), "table.effects": ("02_horizons", 5, effects), "table.quality": ("02_horizons", 6, quality)}
+    drawn = {"table.hits": (main or "02_horizons", 8, hits), "table.effects": (main or "02_horizons", 5, effects), "table.quality": ("02_horizons", 7, quality)}
     for name, (experiment, columns, make) in drawn.items():
         made[name] = make(found[experiment]) if experiment in found else _absent(experiment, columns)
     worth = "05_cache_simulation"
@@ -38,7 +39,8 @@ def _absent(experiment: str, columns: int) -> str:
 
 def _sizes(found) -> str:
     known, lines = results.reference()["tiers"], []
-    for name in [found["02_horizons"]["provenance"]["parameters"]["tier"] if "02_horizons" in found else "cpu"]:
+    main = primary(found)
+    for name in [found[main]["provenance"]["parameters"]["tier"] if main else "cpu"]:
         tier = config.TIERS[name]
         shape, size = tier.model, model.count_parameters(tier.model)
         tokens = tier.train.steps * tier.train.batch_size * shape.context

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from . import claims as deciding
 from . import config, experiments, findings, results, stats
-from .plots import PREDICTORS
-from .tex import escape, listed, prose
+from .tex import listed, prose
 
 EXPERIMENTS = {
     "01_mechanism": "mechanism", "02_horizons": "horizons", "03_dose": "dose", "04_isolation": "isolation", "05_cache_simulation": "simulator", "06_seeds": "seeds",
@@ -21,6 +20,12 @@ EXPERIMENTS = {
 }  # fmt: skip
 # Findings that the paper says elsewhere or that speak of the notebook itself.
 LEFT_OUT = r"post-hoc fits converged|^All \d+ .* fits|^Our accuracies are|^The public traces are|^Recorded traces|claims of the reference study are decided"
+AGAIN = r"^Under the ranking MLP|^Corrected for|^The joint arm|^Joint training [^:]*(validation loss|margin)|^It [^:]*exact-set"   # said of the primary experiment
+BESIDE = {   # experiment -> findings that its notebook has room for and the paper has not
+    "04_isolation": r"^Linear, |^On the joint backbone", "06_seeds": AGAIN + r"|^To find an effect of 0", "07_controls": r"^Of the baseline model's",
+    "11_engine": r"^\w+-(next_router|linear|oracle) is ", "14_ranking_seeds": AGAIN, "15_frontier": r"^On S[RC]",
+}  # fmt: skip
+PRIMARY = ("14_ranking_seeds", "06_seeds", "02_horizons")   # of joint against baseline: the first that has been run, as in assets/claims.yaml
 DETAILS = {   # name -> (experiment, the beginning of its finding): single sentences that have a place of their own
     "say.reproduction": ("05_cache_simulation", "With a Zipf exponent"), "say.waste": ("05_cache_simulation", "Waste by an ever-used set"),
     "say.ranked": ("05_cache_simulation", "The study's guesses"), "say.traces": ("05_cache_simulation", "On our models' traces"),
@@ -42,7 +47,7 @@ def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str
     """
     made = _protocol(found) | _claims(decided) | _sentences(found, decided)
     for name in EXPERIMENTS:
-        said = [text for text in found.get(name, {}).get("findings", []) if not re.search(LEFT_OUT, text)]
+        said = [text for text in found.get(name, {}).get("findings", []) if not re.search(LEFT_OUT, text) and not re.search(BESIDE.get(name, "^$"), text)]
         made[f"findings.{name}"] = " ".join(map(prose, said)) if name in found else notrun(name)
     for key, (name, start) in DETAILS.items():
         if name not in found:
@@ -51,6 +56,11 @@ def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str
         said = [text for text in found[name]["findings"] if re.match(start, text)]
         made[key] = " ".join(map(prose, said)) if said else rf"\notreported{{{name}}}"
     return made
+
+
+def primary(found: Mapping[str, Mapping]) -> str | None:
+    """The experiment on which the paper's main comparison stands: the one with most seeds that has been run; None: none has."""
+    return next((name for name in PRIMARY if name in found), None)
 
 
 def notrun(experiment: str) -> str:
@@ -70,8 +80,8 @@ def effect(e: Mapping, unit: str) -> str:
 # --- what was fixed ----------------------------------------------------------------------------------------------------
 
 def _protocol(found) -> dict[str, str]:
-    horizons = found.get("02_horizons")
-    asked = horizons["provenance"]["parameters"] if horizons else {}
+    main = primary(found)
+    asked = found[main]["provenance"]["parameters"] if main else {}
     tier = config.TIERS[asked.get("tier", "cpu")]
     objective, fit = tier.objective, tier.posthoc
     tokens = tier.train.steps * tier.train.batch_size * tier.model.context
@@ -80,7 +90,7 @@ def _protocol(found) -> dict[str, str]:
     size = _size(tier)
     return {
         "status": prose(status), "gate.loss": f"{100 * stats.MAX_LOSS_INCREASE:g}\\%", "gate.entropy": f"{stats.MIN_LOAD_ENTROPY_RATIO:g}",
-        "weight.balance": f"{objective.balance:g}", "weight.joint": f"{asked['lambda_pred']:g}" if asked else notrun("02_horizons"),
+        "weight.balance": f"{objective.balance:g}", "weight.joint": f"{asked.get('lambda_pred', 0.3):g}" if asked else notrun("02_horizons"),
         "horizons": listed([str(h) for h in asked["horizons"]]) if asked else notrun("02_horizons"),
         "horizons.set": ", ".join(map(str, asked["horizons"])) if asked else r"\\dots", "seeds": str(len(asked["seeds"])) if asked else notrun("02_horizons"),
         "ramp.start": f"{100 * objective.ramp_start:g}\\%", "ramp.end": f"{100 * objective.ramp_end:g}\\%", "heads.lr": f"{tier.train.predictor_lr_scale:g}",
@@ -123,50 +133,50 @@ def _sentences(found, decided) -> dict[str, str]:
     told = ", ".join(f"{counts[word]} {'are' if i == 0 else ''} {VERDICTS[word]}".replace("  ", " ") for i, word in enumerate(VERDICTS) if counts[word])
     made = {"say.counts": prose(f"Of {len(decided)} claims of the study {told}."), "claims.count": str(len(decided))}
     made |= {f"count.{word.replace(' ', '-')}": str(n) for word, n in counts.items()}
-    return made | _of_horizons(found) | _of_mechanism(found) | _of_simulator(found)
+    return made | _of_horizons(found) | _of_simulator(found)
 
 
-HORIZONS = ("effect", "corrected", "compared", "linear", "free", "lookup", "popular", "margin", "exact", "cost", "loss", "reuse", "alternative", "alternative-cost", "converged")
+MAIN = ("effect", "corrected", "compared", "linear", "free", "lookup", "margin", "cost", "loss", "reuse", "converged")
+OTHER = ("alternative", "alternative-cost")
 
 
 def _of_horizons(found) -> dict[str, str]:
-    if "02_horizons" not in found:
-        return {f"say.{name}": notrun("02_horizons") for name in HORIZONS}
-    result = found["02_horizons"]
+    """Joint against baseline, of the primary experiment; the alternative objective, of 02_horizons, which alone has it."""
+    made = {f"say.{name}": notrun("02_horizons") for name in MAIN + OTHER}
+    if (main := primary(found)) is None:
+        return made
+    result = found[main]
     arms, gates = result["arms"], {gate["arm"]: gate["sentence"] for gate in result["gates"]}
 
-    def by(predictor, metric="hit", arm="joint", control="baseline"):
-        return experiments.hit_effects(arms, arm, control, metric=metric, predictors=[predictor])
+    def by(predictor, metric="hit"):
+        return experiments.hit_effects(arms, "joint", "baseline", metric=metric, predictors=[predictor])
 
-    main = by("ranking")
+    confirmatory = by("ranking")
     known = {h: value for (predictor, h), value in experiments.reference_effects().items() if predictor == "ranking"}
-    compared = [f"at h = {e['horizon']}, {findings.compare(e, known[e['horizon']])}" for e in main if e["horizon"] in known]
+    compared = [f"at h = {e['horizon']}, {findings.compare(e, known[e['horizon']])}" for e in confirmatory if e["horizon"] in known]
     loss, reuse = experiments.scalar_effects(arms, "joint", "baseline", {"val_loss": "nats/token", "reuse": "share of k"})
-    own = any(row["arm"] == "alternative" for row in arms)
     said = {
-        "effect": findings.say_confirmed(main, "Under the ranking MLP on both sides, joint training", "hit@k"), "corrected": findings.corrected(main),
+        "effect": findings.say_confirmed(confirmatory, "Under the ranking MLP on both sides, joint training", "hit@k"), "corrected": findings.corrected(confirmatory),
         "compared": "; ".join(compared) + "." if compared else "No horizon is in common with the reference study.",
         "linear": findings.say_by_horizon(by("linear"), "Under a fresh linear predictor it", "hit@k"),
         "free": findings.say_by_horizon(by("next_router"), "For the next layer's router applied early, which costs nothing, it", "hit@k"),
         "lookup": findings.say_by_horizon(by("token_id"), "Joint training", "what a token-id lookup foretells"),
-        "popular": findings.say_by_horizon(by("static"), "It", "what naming the most popular experts foretells"),
         "margin": findings.say_by_horizon(by("ranking", "margin_over_token_id"), "It", "the ranking MLP's margin over the lookup"),
-        "exact": findings.say_by_horizon(by("ranking", "exact_set"), "It", "exact-set accuracy"),
         "cost": f"The joint arm {gates['joint']}.", "loss": findings.say(loss, "Joint training", "validation loss", "nats"),
         "reuse": findings.say(reuse, "Joint training", "the reuse of experts from one token to the next", "points"),
-        "alternative": findings.say_by_horizon(by("ranking", arm="alternative", control="joint"), "Against the study's objective, the best alternative, chosen on other seeds,", "hit@k")
-        if own else "This profile reports no alternative objective.",
-        "alternative-cost": f"It {gates['alternative']}." if own else "",
         "converged": next((text for text in result["findings"] if "post-hoc fits" in text), ""),
     }  # fmt: skip
-    return {f"say.{name}": prose(said[name]) for name in HORIZONS}
+    if "02_horizons" in found:
+        said |= _alternative(found["02_horizons"])
+    return made | {f"say.{name}": prose(text) for name, text in said.items()}
 
 
-def _of_mechanism(found) -> dict[str, str]:
-    if "01_mechanism" not in found:
-        return {"say.mechanism": notrun("01_mechanism")}
-    (first, *_) = experiments.hit_effects(found["01_mechanism"]["arms"], "joint", "baseline", predictors=["linear"], horizons=[1])
-    return {"say.mechanism": prose(findings.say(first, "Under a fresh linear predictor one layer ahead, joint training", "hit@k", "points"))}
+def _alternative(result) -> dict[str, str]:
+    if not any(row["arm"] == "alternative" for row in result["arms"]):
+        return {"alternative": "This profile reports no alternative objective.", "alternative-cost": ""}
+    against = experiments.hit_effects(result["arms"], "alternative", "joint", predictors=["ranking"])
+    gate = next(gate["sentence"] for gate in result["gates"] if gate["arm"] == "alternative")
+    return {"alternative": findings.say_by_horizon(against, "Against the study's objective, the best alternative, chosen on other seeds,", "hit@k"), "alternative-cost": f"It {gate}."}
 
 
 def relative(result: Mapping, arm: str, minus: str, metric: str, prefix: str = "") -> dict:
@@ -195,6 +205,3 @@ def _of_simulator(found) -> dict[str, str]:
 def decide(found: Mapping[str, Mapping], specs: Iterable[Mapping]) -> list[dict]:
     """The claims with their verdicts, from the results themselves: a claims.json that is behind them is not read."""
     return [deciding.evaluate(spec, found) for spec in specs]
-
-
-__all__ = ["EXPERIMENTS", "PREDICTORS", "decide", "effect", "escape", "notrun", "number", "relative", "values"]

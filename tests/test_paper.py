@@ -113,7 +113,7 @@ def test_single_sentences_are_found_in_the_committed_results(committed):
 def test_the_direction_of_a_sentence_follows_the_data(committed):
     """With the two arms exchanged, what was raised is lowered: no verb is typed."""
     found = copy.deepcopy(committed)
-    for row in found["02_horizons"]["arms"]:
+    for row in found[paper_text.primary(found)]["arms"]:
         row["arm"] = {"joint": "baseline", "baseline": "joint"}.get(row["arm"], row["arm"])
     before, after = (made("cpu", results_)[0] for results_ in (committed, found))
     for key in ("say.effect", "say.linear", "say.free"):
@@ -175,7 +175,7 @@ def test_figures_are_redrawn_to_the_same_bytes_with_words_for_who_cannot_see_the
     monkeypatch.setattr(paper_figures, "FIGURES", {name: paper_figures.FIGURES[name] for name in ("summary", "fit", "dose")})
     first = paper_figures.write("cpu", committed, tmp_path / "a")
     paper_figures.write("cpu", committed, tmp_path / "b")
-    assert set(first) == {name for name in ("summary", "fit", "dose") if paper_figures.FIGURES[name].experiment in committed} and all(len(alt) > 40 for alt in first.values())
+    assert set(first) == {name for name in ("summary", "fit", "dose") if paper_figures.FIGURES[name].of(committed)} and all(len(alt) > 40 for alt in first.values())
     for name in first:
         pdf = (tmp_path / "a" / f"{name}.pdf").read_bytes()
         assert pdf == (tmp_path / "b" / f"{name}.pdf").read_bytes() and b"/Type3" not in pdf
