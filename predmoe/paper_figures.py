@@ -116,7 +116,7 @@ def alternative(name: str, found: Mapping[str, Mapping]) -> str | None:
 
 
 def fit(figure: Figure, width: float, height: float, text: float) -> Figure:
-    """A figure that was made for a screen at a size in print (inches), its text, lines and markers smaller by `text`, its legend in as many columns as fit."""
+    """A figure that was made for a screen at a size in print (inches), its text, lines and markers smaller by `text`, its legend in as few even rows as fit."""
     figure.set_size_inches(width, height)
     for item in figure.findobj(Text):
         item.set_fontsize(item.get_fontsize() * text)
@@ -126,9 +126,9 @@ def fit(figure: Figure, width: float, height: float, text: float) -> Figure:
             line.set_linewidth(line.get_linewidth() * max(text, 0.75))
     for old in list(figure.legends):
         handles, labels, size = old.legend_handles, [item.get_text() for item in old.get_texts()], old.get_texts()[0].get_fontsize()
-        for columns in range(len(labels), 0, -1):
+        for rows in range(1, len(labels) + 1):
             old.remove()
-            old = figure.legend(handles=handles, labels=labels, loc="outside upper center", ncols=columns, fontsize=size, handlelength=2.6, columnspacing=1.4, frameon=False)
+            old = figure.legend(handles=handles, labels=labels, loc="outside upper center", ncols=-(-len(labels) // rows), fontsize=size, handlelength=2.6, columnspacing=1.4, frameon=False)
             if old.get_window_extent().width < 0.98 * figure.bbox.width:
                 break
     return figure

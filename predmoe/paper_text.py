@@ -54,6 +54,7 @@ def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str
             made[key] = notrun(name)
             continue
         said = [text for text in found[name]["findings"] if re.match(start, text)]
+        said = [re.sub("^So ", "Across the variations of the recipe, ", text) for text in said]   # where the sentences before it do not stand
         made[key] = " ".join(map(prose, said)) if said else rf"\notreported{{{name}}}"
     return made
 
