@@ -119,17 +119,13 @@ def _train(options) -> int:
 
 
 def _paper(options) -> int:
-    from . import paper, paper_build, results
+    from . import paper, paper_build
 
     if options.no_pdf and options.bundle:
         raise ConfigError("--no-pdf and --bundle: an archive is compiled before it is written, so it needs LaTeX")
     if not options.no_pdf:
         paper_build.need_latex()   # before anything is drawn
-    try:
-        notes = paper.write(options.profile, any_commit=options.any_commit)
-    except results.ResultError as error:
-        return _say(str(error), 2)
-    for note in notes:
+    for note in paper.write(options.profile, any_commit=options.any_commit):
         print(f"predmoe: note: {note}", file=sys.stderr)
     if options.no_pdf:
         print(paper.FOLDER / "numbers.tex")

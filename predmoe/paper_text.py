@@ -115,16 +115,29 @@ def _claims(decided) -> dict[str, str]:
     for claim in decided:
         name, run = f"claim.{claim['id']}", claim["effects"] or "has not been run" not in claim["why"]
         made |= {f"{name}.statement": prose(claim["statement"]), f"{name}.reference": prose(claim["reference"]), f"{name}.verdict": VERDICTS[claim["verdict"]],
-                 f"{name}.measured": prose(claim["measured"]) if claim["effects"] else notrun(claim["notebook"]), f"{name}.why": _why(claim["why"]) if run else notrun(claim["notebook"]),
+                 f"{name}.measured": prose(claim["measured"]) if claim["effects"] else notrun(claim["notebook"]), f"{name}.why": reason(claim) if run else notrun(claim["notebook"]),
                  f"{name}.n": str(claim["n"]) if claim["effects"] else notrun(claim["notebook"])}  # fmt: skip
     return made
 
 
+NAMES = r"(?P<joint>: | only for )(?P<names>[^()]*?(?: - |, h=|\.|_)[^()]*)$"   # the internal names of effects at the end of a verdict's reason
+
+
+def reason(claim: Mapping) -> str:
+    """Why a claim has its verdict; of one with several parts, each part's own verdict."""
+    parts = claim.get("parts", [])
+    if not parts:
+        return _why(claim["why"])
+    held = sum(part["verdict"] == stats.REPLICATED for part in parts)
+    return prose(f"{held} of {len(parts)} parts replicated: " + "; ".join(f"{part['name']}, {VERDICTS[part['verdict']]}" for part in parts))
+
+
 def _why(text: str) -> str:
-    """A verdict's reason with, of the internal names of effects that follow it, only the horizons."""
-    reason, _, names = text.partition(": ")
-    at = dict.fromkeys(re.findall(r"h=\d+", names))
-    return prose(reason + (f": {', '.join(at)}" if at else ""))
+    """A verdict's reason with, of the names of effects that may end it, only the horizons."""
+    if not (match := re.search(NAMES, text)):
+        return prose(text)
+    at = ", ".join(dict.fromkeys(re.findall(r"h=\d+", match["names"])))
+    return prose(text[: match.start()] + (match["joint"] + at if at else "" if match["joint"] == ": " else " in part"))
 
 
 # --- sentences ---------------------------------------------------------------------------------------------------------
