@@ -35,6 +35,12 @@ def committed():
     return paper.load("cpu")
 
 
+@pytest.fixture(scope="module")
+def told(committed):
+    """The values of the committed results, and the claims as they decide them."""
+    return made("cpu", committed)
+
+
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
     """A copy of the committed results and of the paper's sources, to change; returns (profile's folder, paper's folder)."""
@@ -73,12 +79,12 @@ def test_a_part_that_cannot_be_found_is_an_error():
         paper.typed(MAIN.replace("% --- results end ---", ""))
 
 
-def test_every_name_exists_whatever_has_been_run(committed):
+def test_every_name_exists_whatever_has_been_run(told):
     """Otherwise main.tex would build today and break when the next experiment is run, or the other way round."""
-    assert made("cpu", {})[0].keys() == made("cpu", committed)[0].keys()
+    assert made("cpu", {})[0].keys() == told[0].keys()
 
 
-def test_what_has_not_been_run_says_so_and_has_no_number(committed):
+def test_what_has_not_been_run_says_so_and_has_no_number():
     values, _ = made("cpu", {})
     assert values["say.effect"] == values["claim.ranking-gain.measured"] == r"\notrun{02_horizons}" and values["findings.07_controls"] == r"\notrun{07_controls}"
     assert "[0" not in values["table.headline"] and values["table.headline"].count(r"\notrun") == sum(spec["headline"] for spec in SPECS)
@@ -89,8 +95,8 @@ def test_what_has_not_been_run_says_so_and_has_no_number(committed):
     (r"\claim{no-such-claim}{verdict}", "claim 'no-such-claim'"), (r"\claim{ranking-gain}{colour}", "value 'claim.ranking-gain.colour'"), (r"\val{say.nothing}", "value 'say.nothing'"),
     (r"\ifrun{99_nothing}{a}{b}", "experiment '99_nothing'"), (r"\findings{99_nothing}", "findings.99_nothing"), (r"\figref{nothing}", "figure 'nothing'"),
 ])  # fmt: skip
-def test_what_does_not_exist_is_named(committed, asked, said):
-    values, decided = made("cpu", committed)
+def test_what_does_not_exist_is_named(told, asked, said):
+    values, decided = told
     paper.check(MAIN, values, decided)
     with pytest.raises(ConfigError, match="asks for what does not exist: .*" + re.escape(said)):
         paper.check(MAIN.replace("% --- results begin ---", "% --- results begin ---\n" + asked), values, decided)
@@ -103,26 +109,25 @@ def test_every_figure_that_is_drawn_is_shown_and_every_experiment_has_its_place(
     assert told == set(paper_text.EXPERIMENTS)
 
 
-def test_single_sentences_are_found_in_the_committed_results(committed):
+def test_single_sentences_are_found_in_the_committed_results(committed, told):
     """A notebook whose words change loses its sentence in the paper: the list of beginnings must follow."""
-    values, _ = made("cpu", committed)
-    lost = [key for key, (name, _) in paper_text.DETAILS.items() if name in committed and "notreported" in values[key]]
+    lost = [key for key, (name, _) in paper_text.DETAILS.items() if name in committed and "notreported" in told[0][key]]
     assert not lost
 
 
-def test_the_direction_of_a_sentence_follows_the_data(committed):
+def test_the_direction_of_a_sentence_follows_the_data(committed, told):
     """With the two arms exchanged, what was raised is lowered: no verb is typed."""
     found = copy.deepcopy(committed)
     for row in found[paper_text.primary(found)]["arms"]:
         row["arm"] = {"joint": "baseline", "baseline": "joint"}.get(row["arm"], row["arm"])
-    before, after = (made("cpu", results_)[0] for results_ in (committed, found))
+    before, after = told[0], paper_text.values(found, told[1])
     for key in ("say.effect", "say.linear", "say.free"):
         assert "raises" in before[key] and "lowers" not in before[key] and "lowers" in after[key] and "raises" not in after[key]
     assert before["say.worth"] == after["say.worth"]   # another experiment
 
 
-def test_the_committed_claims_are_those_that_the_results_give(committed):
-    assert paper.behind("cpu", paper_text.decide(committed, SPECS)) == []
+def test_the_committed_claims_are_those_that_the_results_give(told):
+    assert paper.behind("cpu", told[1]) == []
 
 
 # --- where results come from -------------------------------------------------------------------------------------------------
