@@ -294,4 +294,4 @@ def test_the_pdf_has_metadata_bookmarks_and_alternative_texts(copied):
     (target / "main.tex").write_text(plain)
     raw = paper_build.compile(target).read_bytes()
     drawn = len(list((target / "figures").glob("*.pdf")))
-    assert raw.count(b"/Span <</Alt (") == drawn + 1 == raw.count(b"EMC") and b"/Outlines" in raw   # and the drawing of the data path
+    assert raw.count(b"/Span <</Alt (") == drawn + 1 == raw.count(b"\nEMC\n") and b"/Outlines" in raw   # and the drawing of the data path
