@@ -33,7 +33,7 @@ def compile(folder: Path) -> Path:
         raise ConfigError(f"references.bib: {'; '.join(wrong)}")
     done = subprocess.run([*COMMAND, "main.tex"], cwd=folder, capture_output=True, text=True, errors="replace")
     log = folder / "main.log"
-    text = log.read_text(errors="replace") if log.exists() else done.stdout
+    text = _unbroken(log.read_text(errors="replace") if log.exists() else done.stdout)
     if done.returncode:
         errors = re.findall(r"^(?:!|\S+\.tex:\d+:|Package \w+ Error:).*(?:\n.*)?", text, flags=re.MULTILINE)
         said = " ".join((errors or done.stdout.strip().splitlines()[-3:] or ["latexmk says nothing"])[0].split())
@@ -45,12 +45,17 @@ def compile(folder: Path) -> Path:
 
 def faults(log: str) -> list[str]:
     """What a reader would stumble over, from LaTeX's log: undefined references and citations, lines that stick out by more than WIDEST, lost glyphs."""
-    joined = re.sub(r"(?<=[^\n]{79})\n", "", log)   # TeX breaks its log after 79 characters
+    joined = _unbroken(log)
     found = [f"undefined {kind.lower()} {name}" for kind, name in re.findall(r"(Reference|Citation) `([^']+)'.{0,40}? undefined", joined)]
     found += [f"no glyph {name}" for name in re.findall(r"Missing character: There is no (.+?)!", joined)]
     found += [f"a line sticks out by {width} pt {where}" for width, where in re.findall(r"Overfull \\hbox \(([\d.]+)pt too wide\) (.+)", joined) if float(width) > WIDEST]
     found += [f"label {name} is defined twice" for name in re.findall(r"Label `([^']+)' multiply defined", joined)]
     return list(dict.fromkeys(found))
+
+
+def _unbroken(log: str) -> str:
+    """A log without the breaks that TeX puts after every 79 characters."""
+    return re.sub(r"(?<=[^\n]{79})\n", "", log)
 
 
 def bundle(folder: Path, target: Path) -> Path:
