@@ -20,6 +20,10 @@ PREDICTORS = ("linear", "ranking")
 TARGETS = ("topk", "soft", "membership")
 GRADIENTS = ("input", "both")
 DTYPES = ("float32", "bfloat16")
+EVAL_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "openbookqa", "lambada_openai")   # the harness's own names
+MOST = 2**31 - 1             # of whatever is counted: beyond it sizes overflow far from where they were given
+MOST_THREADS = 4096
+SEEDS = (-(2**63), 2**63 - 1)   # what torch takes
 
 
 class ConfigError(ValueError):
@@ -41,9 +45,19 @@ def _at_least(name, value, least):
         raise ConfigError(f"{name}={value!r} must be at least {least}{'' if value < math.inf else ' and finite'}")
 
 
+def _count(name, value, least=1, most=MOST):
+    if not least <= value <= most:
+        raise ConfigError(f"{name}={value!r} must be at least {least}{f' and at most {most}' if value > most else ''}")
+
+
 def _positive(name, value):
     if not 0 < value < math.inf:
         raise ConfigError(f"{name}={value!r} must be positive and finite")
+
+
+def _momentum(name, value):
+    if not 0.0 <= value < 1.0:   # at 1 the running mean never moves
+        raise ConfigError(f"{name}={value!r} must be at least 0 and below 1")
 
 
 def _within(name, value, low, high):
@@ -76,7 +90,9 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "expert_size", "num_experts", "context"):
-            _at_least(name, getattr(self, name), 1)
+            _count(name, getattr(self, name))
+        for name in ("rope_theta", "rms_norm_eps", "init_std"):
+            _positive(name, getattr(self, name))
         if not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(f"top_k={self.top_k} must lie in 1..num_experts={self.num_experts}")
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
@@ -157,10 +173,9 @@ class DataConfig:
     dev_tokens: int = 32_768
 
     def __post_init__(self):
-        _at_least("order_seed", self.order_seed, 0)
-        _at_least("shuffle_buffer", self.shuffle_buffer, 1)
-        _at_least("heldout_tokens", self.heldout_tokens, 1)
-        _at_least("dev_tokens", self.dev_tokens, 1)
+        _count("order_seed", self.order_seed, 0, SEEDS[1])
+        for name in ("shuffle_buffer", "heldout_tokens", "dev_tokens"):
+            _count(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,18 +200,20 @@ class TrainConfig:
     eval_every: int = 250
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "threads", "eval_every"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("warmup_steps", self.warmup_steps, 0)
+        for name in ("steps", "batch_size", "eval_every"):
+            _count(name, getattr(self, name))
+        _count("threads", self.threads, 1, MOST_THREADS)
+        _count("warmup_steps", self.warmup_steps, 0)
         for name in ("lr", "grad_clip", "predictor_lr_scale"):
             _positive(name, getattr(self, name))
-        for name in ("beta1", "beta2", "final_lr_fraction"):
-            _within(name, getattr(self, name), 0.0, 1.0)
+        for name in ("beta1", "beta2"):
+            _momentum(name, getattr(self, name))
+        _within("final_lr_fraction", self.final_lr_fraction, 0.0, 1.0)
         _at_least("weight_decay", self.weight_decay, 0.0)
         _choice("dtype", self.dtype, DTYPES)
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r} is unknown; choose one of cpu, cuda, cuda:N")
-        _within("seed", self.seed, -(2**63), 2**63 - 1)
+        _within("seed", self.seed, *SEEDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +236,10 @@ class PosthocConfig:
 
     def __post_init__(self):
         for name in ("tokens", "batch_tokens", "eval_every", "patience", "max_steps"):
-            _at_least(name, getattr(self, name), 1)
+            _count(name, getattr(self, name))
         _positive("lr", self.lr)
+        _within("min_gain", self.min_gain, 0.0, 1.0)
+        _within("seed", self.seed, *SEEDS)
         _at_least("weight_decay", self.weight_decay, 0.0)
         if self.eval_every > self.max_steps:
             raise ConfigError(f"eval_every={self.eval_every} exceeds max_steps={self.max_steps}: the fit would end without one evaluation")
@@ -239,9 +258,35 @@ class LocalityConfig:
     fit: PosthocConfig = PosthocConfig()
 
     def __post_init__(self):
-        _at_least("segment", self.segment, 1)
+        _count("segment", self.segment)
         if not self.shares or any(not 0 < share <= 1 for share in self.shares) or len(set(self.shares)) != len(self.shares):
             raise ConfigError(f"shares={self.shares} must be distinct fractions of a layer's experts, above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownstreamConfig:
+    """The third measurement of a finished run: zero-shot tasks of the lm-evaluation-harness, and a cloze task of our own.
+
+    `items`: of each task, drawn with `seed` (0: all). `cloze`: items made of the run's held-out text (0: none). `hub`: tasks come
+    from the hub, else from local files. `peer_items`: of each task, scored by the harness's transformers class as well.
+    """
+
+    tasks: tuple[str, ...] = EVAL_TASKS
+    items: int = 1000
+    cloze: int = 1000
+    seed: int = 0
+    hub: bool = False
+    peer_items: int = 50
+
+    def __post_init__(self):
+        for task in self.tasks:
+            _choice("task", task, EVAL_TASKS)
+        if len(set(self.tasks)) != len(self.tasks):
+            raise ConfigError(f"tasks={self.tasks} must be distinct")
+        for name in ("items", "cloze", "seed", "peer_items"):
+            _at_least(name, getattr(self, name), 0)
+        if not self.tasks and not self.cloze:
+            raise ConfigError("tasks=() and cloze=0 leave nothing to measure downstream")
 
 
 @dataclass(frozen=True, kw_only=True)

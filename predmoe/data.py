@@ -174,13 +174,14 @@ class Tokens:
         return EvalSet(_overlapping(flat, context), owner, self.domain[owner])
 
 
-def prepare(config: DataConfig, *, cache: Path | None = None) -> Tokens:
-    """The tokens of config.corpus under config.tokenizer, encoded now if no earlier run has, and split.
+def prepare(config: DataConfig, *, cache: Path | None = None, tokenizer: Tokenizer | None = None) -> Tokens:
+    """The tokens of config.corpus under config.tokenizer, encoded now if no earlier run has, and split. `tokenizer`: the one that
+    config.tokenizer names, where it is none of ours (`hf_models.HubTokenizer`).
 
     `cache`: folder of token files, by default $PREDMOE_CACHE or ~/.cache/predmoe. Raises ConfigError for a corpus that
     cannot be read, is empty, or is too small for the held-out and development sets.
     """
-    source, tokenizer = corpus(config.corpus), load_tokenizer(config.tokenizer)
+    source, tokenizer = corpus(config.corpus), tokenizer or load_tokenizer(config.tokenizer)
     cache = cache or Path(os.environ.get("PREDMOE_CACHE") or "~/.cache/predmoe").expanduser()
     address = hashlib.sha256(f"{FORMAT} {source.key()} {tokenizer.hash}".encode()).hexdigest()[:16]
     folder = cache / "tokens" / f"{source.name}-{tokenizer.name}-{address}"

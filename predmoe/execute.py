@@ -197,8 +197,12 @@ def _without_hints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_kernel() -> Iterator[None]:
-    """Within, the kernel `python3` is this very interpreter: a kernelspec of our own goes before all that are registered."""
-    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"], "display_name": "Python 3", "language": "python"}
+    """Within, the kernel `python3` is this very interpreter: a kernelspec of our own goes before all that are registered.
+
+    The kernel keeps its own log to itself: it would tell of every interrupt, and of the client that went away with it, as errors of its own. What a
+    cell raises, and a kernel's death, come by other ways.
+    """
+    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=CRITICAL"], "display_name": "Python 3", "language": "python"}
     before = os.environ.get("JUPYTER_PATH")
     with tempfile.TemporaryDirectory() as folder:
         kernel = Path(folder) / "kernels" / KERNEL
@@ -222,7 +226,9 @@ def _read(notebook: Path) -> nbformat.NotebookNode:
 
 # --- a whole profile ---------------------------------------------------------------------------------------------------
 
-UPPER = ("__main__.py", "cli.py", "plan.py", "report.py")   # above the notebooks: a change there changes no result
+UPPER = (   # above the notebooks: a change there changes no result
+    "__main__.py", "cli.py", "plan.py", "report.py", "paper.py", "paper_build.py", "paper_figures.py", "paper_tables.py", "paper_text.py", "references.py", "tex.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

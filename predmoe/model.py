@@ -77,13 +77,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, config.rms_norm_eps)
         self.out = nn.Linear(D, D, bias=False)
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+        """Causal, unless `mask_B1TT` says which tokens (last axis) each token sees."""
         B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         q, k, v = (z.view(B, T, self.num_heads, -1) for z in (self.q_norm(q), self.k_norm(k), v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (z.to(v.dtype).transpose(1, 2) for z in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, is_causal=mask_B1TT is None)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -161,18 +162,24 @@ class MoEModel(nn.Module):
         loss, losses_N = head_loss(h_BTD.reshape(B * T, -1), self.head.weight, targets_BT.reshape(-1))
         return Output(loss, losses_N.view(B, T), None, routing)
 
-    def body(self, tokens_BT: Tensor) -> tuple[Tensor, list[Routing]]:
-        """Final hidden states (B, T, D), after the last norm and before the head, and the routing of every layer."""
+    def body(self, tokens_BT: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, list[Routing]]:
+        """Final hidden states (B, T, D), after the last norm and before the head, and the routing of every layer.
+
+        `tree`: positions (B, T) and which tokens each token sees (B, 1, T, T) bool, for rows whose tokens are a tree in place of
+        a line; then T may exceed the context, positions may not.
+        """
         B, T = tokens_BT.shape
-        if T > self.config.context:
-            raise ValueError(f"{T} tokens exceed the model's context of {self.config.context}")
+        positions_BT, mask_B1TT = tree or (None, None)
+        longest = T if tree is None else int(positions_BT.max()) + 1
+        if longest > self.config.context:
+            raise ValueError(f"{longest} tokens exceed the model's context of {self.config.context}")
         tokens_N = tokens_BT.reshape(-1)
-        cos, sin = self.cos[:T], self.sin[:T]
+        cos, sin = (self.cos[:T], self.sin[:T]) if tree is None else (self.cos[positions_BT], self.sin[positions_BT])
         x_BTD = self.embed(tokens_BT)
         routing: list[Routing] = []
         early = self.config.early_by if self.config.routing == "early" else 0
         for i, layer in enumerate(self.layers):
-            x_BTD = x_BTD + layer.attention(layer.attention_norm(x_BTD), cos, sin)
+            x_BTD = x_BTD + layer.attention(layer.attention_norm(x_BTD), cos, sin, mask_B1TT)
             m_ND = layer.moe_norm(x_BTD).reshape(B * T, -1)
             source_ND = routing[max(i - early, 0)].hidden_ND if early and i else m_ND
             logits_NE, experts_NK, gates_NK = layer.route(source_ND, tokens_N)
@@ -292,7 +299,10 @@ def olmoe_config(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dic
 
 def model_config(olmoe: dict, source: str = "config.json") -> ModelConfig:
     """ModelConfig of an OLMoE config.json; anything that this decoder does not compute is refused by name."""
-    ours = olmoe.get("predmoe", {"routing": "topk", "early_by": 0})
+    ours, rope = olmoe.get("predmoe", {"routing": "topk", "early_by": 0}), olmoe.get("rope_parameters") or {}
+    for name, part in (("predmoe", ours), ("rope_parameters", rope)):
+        if not isinstance(part, dict):
+            raise ConfigError(f"{source}: {name} holds a {type(part).__name__}, it needs `name: value` entries")
     expected = "olmoe" if ours.get("routing") == "topk" else f"predmoe_{ours.get('routing')}"
     if olmoe.get("model_type") != expected:
         raise ConfigError(f"{source}: model_type={olmoe.get('model_type')!r} is not an OLMoE checkpoint")
@@ -306,10 +316,10 @@ def model_config(olmoe: dict, source: str = "config.json") -> ModelConfig:
             raise ConfigError(f"{source}: {name}={olmoe[name]!r} is not supported, only {value!r}")
     if olmoe.get("num_key_value_heads") not in (None, olmoe["num_attention_heads"]):
         raise ConfigError(f"{source}: grouped key-value heads are not supported")
-    rope = olmoe.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default" or olmoe.get("rope_scaling"):
         raise ConfigError(f"{source}: scaled rotary embeddings are not supported")
-    return build(ModelConfig, {
+    theta = rope.get("rope_theta", olmoe.get("rope_theta", 10000.0))
+    parameters = {
         "vocab_size": olmoe["vocab_size"],
         "hidden_size": olmoe["hidden_size"],
         "num_layers": olmoe["num_hidden_layers"],
@@ -319,11 +329,15 @@ def model_config(olmoe: dict, source: str = "config.json") -> ModelConfig:
         "top_k": olmoe["num_experts_per_tok"],
         "context": olmoe["max_position_embeddings"],
         "norm_topk_prob": olmoe["norm_topk_prob"],
-        "rope_theta": float(rope.get("rope_theta", olmoe.get("rope_theta", 10000.0))),
+        "rope_theta": theta,
         "rms_norm_eps": olmoe["rms_norm_eps"],
         "init_std": olmoe.get("initializer_range", 0.02),
         **ours,
-    })
+    }
+    try:
+        return build(ModelConfig, parameters)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def save_checkpoint(model: MoEModel, folder: str | Path) -> Path:
@@ -343,9 +357,20 @@ def save_checkpoint(model: MoEModel, folder: str | Path) -> Path:
 
 def _read_json(source: Path) -> dict:
     try:
-        return json.loads(source.read_text())
+        value = json.loads(source.read_text())
     except ValueError as error:
-        raise ConfigError(f"{source} is damaged, it is not JSON: {error}") from None
+        raise ConfigError(f"{source} is damaged, it is not JSON: {error}; copy the checkpoint again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source} is damaged, it holds a {type(value).__name__} instead of an object; copy the checkpoint again")
+    return value
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index of shards names."""
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{index} is damaged, its weight_map does not name the checkpoint's files; copy the checkpoint again")
+    return sorted(set(names.values()))
 
 
 def find_checkpoint(folder: str | Path) -> tuple[ModelConfig, list[Path]]:
@@ -357,7 +382,7 @@ def find_checkpoint(folder: str | Path) -> tuple[ModelConfig, list[Path]]:
     config = model_config(_read_json(source), str(source))
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / names[0]).is_file():  # transformers takes the single file first, too
-        names = sorted(set(_read_json(index)["weight_map"].values()))
+        names = _shards(index)
     for name in names:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete")

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import config, execute, runs, studies
+from . import config, downstream_study, execute, runs, studies
 from .model import count_parameters
+from .train import TIMING, read_json
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Item:
 
     run: config.RunConfig
     posthoc: config.PosthocConfig
-    locality: config.LocalityConfig | None   # the second measurement, where a notebook needs it
+    further: tuple[runs.Measurement, ...]   # measurements besides, where a notebook needs them
     notebooks: tuple[str, ...]
     arm: str
     lacking: tuple[str, ...]   # the notebooks that cannot run without what is missing
@@ -41,19 +41,20 @@ def plan(profile: str, only: Sequence[str] = (), *, store: Path | None = None) -
         if job.name not in studies.STUDIES or job.params is None:
             continue
         parameters = execute.check(job.notebook, job.params)
-        posthoc = studies.posthoc_config(parameters["tier"], parameters["posthoc"])
-        for arm, run in studies.pairs_of(job.name, parameters):
-            entry = needed.setdefault((run.hash, runs.posthoc_name(posthoc)), {"run": run, "posthoc": posthoc, "locality": None, "arm": arm, "notebooks": {}})
-            entry["notebooks"][job.name] = None
-            if job.name in studies.LOCALITY:
-                entry["locality"] = studies.locality_config(parameters["tier"], parameters["posthoc"])
+        posthoc, pairs = studies.posthoc_config(parameters["tier"], parameters["posthoc"]), studies.pairs_of(job.name, parameters)
+        further = [studies.FURTHER[job.name](parameters)] if job.name in studies.FURTHER else []
+        # What is on the hub is not asked for here: a plan needs no network.
+        further = [downstream_study.settle(how, [run for _, run in pairs], store) if isinstance(how, config.DownstreamConfig) and not how.hub else how for how in further]
+        for arm, run in pairs:
+            entry = needed.setdefault((run.hash, runs.posthoc_name(posthoc)), {"run": run, "posthoc": posthoc, "arm": arm, "notebooks": {}})
+            entry["notebooks"][job.name] = [posthoc, *further]
     timings = _timings(store)
     return [_item(entry, store, timings) for entry in needed.values()]
 
 
 def train(items: Sequence[Item], profile: str, *, parallel: int, store: Path | None = None, report: Callable[[str], None] = print) -> None:
     """Train and measure what is not done, in the order of the plan. Raises runs.RunFailed as `runs.get_or_measure`."""
-    left = [(item.run, [how for how in (item.posthoc, item.locality) if how is not None]) for item in items if item.state != "done"]
+    left = [(item.run, [item.posthoc, *item.further]) for item in items if item.state != "done"]
     runs.measure_missing(left, store=Path(store) if store else runs.default_store(profile), parallel=parallel, report=report)
 
 
@@ -87,16 +88,18 @@ def _hours(items: Sequence[Item], parallel: int) -> str:
 
 
 def _item(entry: dict, store: Path, timings: dict) -> Item:
-    run, posthoc, locality = entry["run"], entry["posthoc"], entry["locality"]
+    run, posthoc = entry["run"], entry["posthoc"]
     found = runs.Run(store / run.hash, run)
-    missing = [how for how in (posthoc, locality) if how is not None and found.measurement(how) is None]
-    lacking = tuple(name for name in entry["notebooks"] if posthoc in missing or (missing and name in studies.LOCALITY))
+    wanted = list(dict.fromkeys(how for needs in entry["notebooks"].values() for how in needs))
+    missing = [how for how in wanted if found.measurement(how) is None]
+    lacking = tuple(name for name, needs in entry["notebooks"].items() if set(needs) & set(missing))
     if not missing:
         state, left = "done", 0.0
     else:
         state = "part" if (found.path / "timing.json").exists() else "missing"
         left = _estimate(run, found, timings, len(missing))
-    return Item(run, posthoc, locality, tuple(entry["notebooks"]), entry["arm"], lacking, state, left)
+    further = tuple(how for how in wanted if how != posthoc)
+    return Item(run, posthoc, further, tuple(entry["notebooks"]), entry["arm"], lacking, state, left)
 
 
 def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
@@ -105,15 +108,17 @@ def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
     for source in sorted(store.glob("*/posthoc-*.json")):
         if source.name.endswith(".config.json"):
             continue
-        measured = json.loads(source.read_text())
-        run = config.build(config.RunConfig, measured["config"])
+        measured = runs.read_measurement(source, config.PosthocConfig)
+        run, seconds = config.build(config.RunConfig, measured["config"]), measured["seconds"]
+        if not all(isinstance(seconds.get(part), (int, float)) for part in ("train", "posthoc")):
+            raise config.ConfigError(f"{source} is damaged (it does not say how long training and measuring took); restore it from a copy, or remove it to measure the run again")
         tokens = run.train.steps * run.train.batch_size * run.model.context
-        found.setdefault(run.model, []).append((measured["seconds"]["train"] / tokens, measured["seconds"]["posthoc"]))
+        found.setdefault(run.model, []).append((seconds["train"] / tokens, seconds["posthoc"]))
     return {model: tuple(map(statistics.median, zip(*values))) for model, values in found.items()}
 
 
 def _estimate(run: config.RunConfig, found: runs.Run, timings: dict, measurements: int = 1) -> float | None:
-    """Seconds of one process for what is left of a run and its measurements; the second is taken to last as long as the first.
+    """Seconds of one process for what is left of a run and its measurements; each further one is taken to last as long as the post-hoc one.
 
     A finished run whose checkpoint is not here is trained again to be measured.
     """
@@ -124,6 +129,6 @@ def _estimate(run: config.RunConfig, found: runs.Run, timings: dict, measurement
     per_token, measuring = timings[like]
     scale = active(run.model) / active(like)
     again = found.finished and not found.has_checkpoint
-    done = json.loads((found.path / "timing.json").read_text())["steps"] if (found.path / "timing.json").exists() and not again else 0
+    done = read_json(found.path / "timing.json", TIMING)["steps"] if (found.path / "timing.json").exists() and not again else 0
     tokens = (run.train.steps - done) * run.train.batch_size * run.model.context
     return scale * (per_token * tokens + measurements * measuring)

@@ -15,7 +15,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jinja2
@@ -68,18 +68,28 @@ def _index(profile: str, executed: Mapping[str, Path], failures: Mapping[str, st
     sources = [*paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"), *paths.NOTEBOOKS.glob(f"{EXPLORE}.ipynb")]
     names = sorted({path.stem for path in sources} | executed.keys())
     experiments = [{"name": name, "title": _title(name, executed), "state": _state(name, executed, failures)} for name in names]
-    claims, problem = [], None
-    try:
-        claims = results.load_claims(profile)
-    except results.ResultError as error:
-        problem = f"{str(error)[0].upper()}{str(error)[1:]}."
-    except json.JSONDecodeError as error:
-        problem = f"claims.json is damaged ({error}): run 00_report again."
+    claims, no_claims = _load(lambda: results.load_claims(profile), [])
+    there = (paths.outputs(profile) / "00_report" / "results.json").exists()
+    told, no_results = _load(lambda: results.load(profile, "00_report"), {}) if there else ({}, "")
+    problem = " ".join(filter(None, (no_claims, no_results)))
     if failures and claims:
-        problem = f"Not everything ran: {', '.join(failures)}. The claims below are those of the last complete report."
-    return {"claims": claims, "problem": problem, "figure": _summary(profile), "experiments": experiments, "pages": set(executed),
-            "ran": len(executed), "marks": MARKS,
+        problem = f"Not everything ran: {', '.join(failures)}. What stands below is of the last complete report."
+    return {"claims": claims, "problem": problem, "answers": [_sentence(text) for text in told.get("findings", [])], "figure": _summary(profile, told),
+            "experiments": experiments, "pages": set(executed), "ran": len(executed), "marks": MARKS,
             "tally": [(verdict, number) for verdict in MARKS if (number := sum(claim["verdict"] == verdict for claim in claims))], "explore": EXPLORE in executed}  # fmt: skip
+
+
+def _load(load: Callable, otherwise):
+    """What `load` gives and "", or `otherwise` and a sentence that says why it cannot be read."""
+    try:
+        return load(), ""
+    except results.ResultError as error:
+        return otherwise, f"{str(error)[0].upper()}{str(error)[1:]}."
+
+
+def _sentence(markdown: str) -> str:
+    """A finding of results.json, which has Markdown's emphasis, as HTML."""
+    return MarkdownWithMath(renderer=_Renderer([], escape=True)).render(markdown)
 
 
 def _title(name: str, executed: Mapping[str, Path]) -> str:
@@ -94,8 +104,11 @@ def _state(name: str, executed: Mapping[str, Path], failures: Mapping[str, str])
         return f"failed: {failures[name]}" + (" The page is that of an earlier execution." if name in executed else "")
     if name not in executed:
         return "not run"
-    seconds = _json(executed[name].with_name("executed.json")).get("seconds")
-    return f"executed in {seconds:.0f} s" if isinstance(seconds, (int, float)) else "executed"
+    record = executed[name].with_name("executed.json")
+    try:
+        return f"executed in {json.loads(record.read_text())['seconds']:.0f} s" if record.exists() else "executed"
+    except (ValueError, LookupError, TypeError):
+        return "executed (its executed.json is damaged: run it again)"
 
 
 def _damage(notebook: Path) -> str | None:
@@ -123,12 +136,13 @@ def _alternatives(folder: Path) -> dict[str, dict]:
     return {figure["name"]: figure for figure in listed if isinstance(figure, dict) and {"name", "alt", "svg"} <= figure.keys()}
 
 
-def _summary(profile: str) -> dict | None:
-    """The summary figure of 00_report, inline, with its alternative text."""
+def _summary(profile: str, told: Mapping) -> dict | None:
+    """The summary figure of 00_report, inline, with its alternative text in `told`, its results.json."""
     folder = paths.outputs(profile) / "00_report"
     for name, kind in (("summary.svg", "image/svg+xml"), ("summary.png", "image/png")):
         if (source := folder / "figures" / name).exists():
-            alt = _alternatives(folder).get("summary", {}).get("alt", "Summary of all experiments; the table of claims has the numbers.")
+            described = {figure["name"]: figure["alt"] for figure in told.get("figures", [])}
+            alt = described.get("summary", "Summary of all experiments; the table of claims below has the numbers.")
             return {"source": f"data:{kind};base64,{base64.b64encode(source.read_bytes()).decode()}", "alt": alt}
     return None
 

@@ -18,6 +18,7 @@ import scipy.stats
 
 REPLICATED, PARTLY, NOT_REPLICATED, NOT_TESTED = "replicated", "partly", "not replicated", "not tested"
 NOTHING_EXCLUDED = "no interval excludes zero"
+SIGNIFICANCE = 0.05      # of every test: a p value, corrected where there are several, at or below it establishes an effect
 LEAST_SEEDS = 3          # below this a claim is "not tested": two seeds give a t interval of 9 standard deviations
 MAGNITUDE_FACTOR = 2.0   # a mean within [1/2, 2] times the reference's has its size
 
@@ -110,6 +111,19 @@ def bootstrap_documents(
     )  # fmt: skip
 
 
+def mcnemar(treatment: Sequence[bool], control: Sequence[bool], treated: str = "treatment", untreated: str = "control") -> dict:
+    """McNemar's exact test of two models on the same items: how many each alone answers rightly, and the two-sided p value.
+
+    Of the items that they answer differently half are expected on each side (McNemar 1947; exact by the binomial distribution). Raises
+    ValueError where the items are not as many on both sides.
+    """
+    if len(treatment) != len(control):
+        raise ValueError(f"{len(treatment)} answers of {treated} and {len(control)} of {untreated}: a paired test needs the same items")
+    mine, theirs = (int(np.sum(np.asarray(a, bool) & ~np.asarray(b, bool))) for a, b in ((treatment, control), (control, treatment)))
+    p = float(scipy.stats.binomtest(mine, mine + theirs).pvalue) if mine + theirs else 1.0
+    return {f"only {treated}": mine, f"only {untreated}": theirs, "p": p}
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down adjusted p values, in the order given: the chance of any false positive among them stays below each."""
     order = np.argsort(p_values, kind="stable")
@@ -149,7 +163,7 @@ def verdict(effects: Sequence[Effect], expected: Sequence[float | str]) -> Verdi
         if not off:
             return Verdict(REPLICATED, "every interval excludes zero on the reference's side" + _and_size(expected))
         return Verdict(PARTLY, "every interval excludes zero on the reference's side, but the size differs more than twofold: " + "; ".join(off))
-    corrected = [ok and p <= 0.05 for ok, p in zip(established, holm([effect.p for effect in effects]))]
+    corrected = [ok and p <= SIGNIFICANCE for ok, p in zip(established, holm([effect.p for effect in effects]))]
     if any(corrected):
         held = [effect.name for effect, ok in zip(effects, corrected) if ok]
         return Verdict(PARTLY, "established (Holm-corrected) only for " + "; ".join(held))

@@ -10,12 +10,15 @@ What a run writes into its folder:
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import os
 import pickle
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,6 +36,7 @@ from predmoe.token_table import TokenTable
 
 LOG_EVERY = 25  # steps
 CHECKPOINT_SECONDS = 60.0
+TIMING = {"steps": int, "seconds": (int, float), "tokens_per_second": (int, float)}   # what timing.json holds
 BEGIN_ANEW = "restore it from a copy, or remove it to train the run from its start"
 
 
@@ -51,22 +55,28 @@ def write_json(path: Path, value) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def read_json(path: Path):
-    """What `write_json` wrote. Raises ConfigError where the file is damaged."""
+def read_json(path: Path, needed: Mapping[str, type | tuple] = {}, *, remedy: str = "") -> dict:
+    """The object that `write_json` wrote. Raises ConfigError where the file is damaged, or lacks an entry of `needed`, name -> its type."""
+    remedy = remedy or f"remove the folder {path.parent} to make it again"
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except ValueError as error:  # JSON's and UTF-8's own errors are ValueErrors
-        raise ConfigError(f"{path} is damaged ({error}); restore it from a copy, or remove the folder {path.parent} to make it again") from None
+        raise ConfigError(f"{path} is damaged ({error}); restore it from a copy, or {remedy}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged (it holds a {type(value).__name__} instead of an object); restore it from a copy, or {remedy}")
+    if wrong := [name for name, kind in needed.items() if not isinstance(value.get(name), kind)]:
+        raise ConfigError(f"{path} is damaged (without a usable {', '.join(wrong)}); restore it from a copy, or {remedy}")
+    return value
 
 
 def read_lines(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl. Raises ConfigError with the number of the first that is damaged."""
     lines = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
+        with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
-        except ValueError:
-            raise ConfigError(f"{path}, line {number} is damaged; restore the file from a copy, or remove the folder {path.parent} to train the run again") from None
+        if len(lines) < number or not isinstance(lines[-1], dict):
+            raise ConfigError(f"{path}, line {number} is damaged; restore the file from a copy, or remove the folder {path.parent} to train the run again")
     return lines
 
 
@@ -277,12 +287,31 @@ class Trainer:
                     (checkpoint / "predictor.partial").replace(checkpoint / "predictor.safetensors")
                 save_checkpoint(self.model, checkpoint)
                 write_json(self.folder / "timing.json", self.timing())
-                write_json(self.folder / "finished.json", {"val_loss": result["val_loss"], "data_hash": self.tokens.hash})
+                finished = {"val_loss": result["val_loss"], "data_hash": self.tokens.hash, "weights": weights_hash(checkpoint)}
+                self._discard_other(finished)
+                write_json(self.folder / "finished.json", finished)
             except Exception:
                 for partial in checkpoint.glob("*.partial"):
                     partial.unlink()
                 raise
         self._state.unlink()
+
+
+    def _discard_other(self, finished: dict) -> None:
+        """Remove measurements of other weights: those of an earlier training of this run that ended otherwise, on another kind of machine."""
+        source = self.folder / "finished.json"
+        known = read_json(source, {"val_loss": (int, float)}, remedy="remove it") if source.exists() else finished
+        if all(known.get(name, value) == value for name, value in finished.items()):
+            return
+        for described in self.folder.glob("*.config.json"):
+            described.with_name(described.name.replace(".config.json", ".json")).unlink(missing_ok=True)
+        self.progress(f"trained to other bits than before (held-out loss {finished['val_loss']:.6f}, was {known['val_loss']:.6f}), so its measurements are made anew")
+
+
+def weights_hash(checkpoint: Path) -> str:
+    """12 hex digits that name the weights of a checkpoint."""
+    with open(checkpoint / "model.safetensors", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def load_predictor(folder: Path, config: RunConfig) -> Predictor | None:
