@@ -95,7 +95,7 @@ def test_the_first_view_is_the_simulators(lab):
     equals_replay(lab)
 
 
-@pytest.mark.parametrize("name, key, share", [("budget", "ArrowRight", 0.5), ("slots", "PageUp", 0.6), ("gb_per_s", "ArrowLeft", 0.9), ("latency_ms", "ArrowUp", 0.6), ("layer_ms", "ArrowDown", 0.3)])
+@pytest.mark.parametrize("name, key, share", [("budget", "ArrowRight", 0.5), ("slots", "PageUp", 0.6), ("gb_per_s", "ArrowLeft", 0.9), ("latency_ms", "ArrowUp", 0.9), ("layer_ms", "ArrowDown", 0.3)])
 def test_a_slider_moves_by_keyboard_and_by_mouse(lab, name, key, share):
     for move in (lambda: browser.press(lab, name, key), lambda: browser.click(lab, name, share)):
         drawn = browser.picture(lab)

@@ -30,7 +30,7 @@ const short = (v) => Number(v.toPrecision(4)).toString();
 const signed = (v) => `${v < -0.0499 ? "−" : "+"}${Math.abs(v).toFixed(1)}`;
 const percent = (v, places = 1) => `${(100 * v).toFixed(places)}%`;
 const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
-const sentence = (text) => (text ? text[0].toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".") : "");
+const sentence = (text) => (text ? (/^[a-z]+[ ,]/.test(text) ? text[0].toUpperCase() + text.slice(1) : text) + (/[.!?]$/.test(text) ? "" : ".") : ""); // names of files and settings stay as they are
 let instances = 0;
 
 function render({ model, el }) {
