@@ -54,8 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("plan", help="print the runs that a profile's notebooks need: done, missing, and the time left")
     command.add_argument("--profile", default="cpu", help="smoke, or a name that params/*/NAME.yaml has (default: cpu)")
     command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number")
-    command.add_argument("--train", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
+    command.add_argument("--train", "--run", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
     command.add_argument("--parallel", type=int, default=2, help="runs side by side (default: 2)")
+    command.add_argument("--worker", action="store_true", help="with --run: claim one run after the other from a store that other machines work on too ($PREDMOE_STORE)")
+    command.add_argument("--nproc", type=int, default=1, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
+    command.add_argument("--engine", choices=("ddp", "fsdp"), default="ddp", help="how they share it: each has the whole model, or a part (default: ddp)")
     command.set_defaults(command=_plan)
 
     command = commands.add_parser("train", help="train one model and print its folder")
@@ -64,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
                          help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
     command.add_argument("--store", type=Path, help="the run store's folder (default: the one of the tier's profile)")
+    command.add_argument("--nproc", type=int, default=1, help="processes that share the run, on GPUs one per GPU (default: 1)")
+    command.add_argument("--engine", choices=("ddp", "fsdp"), default="ddp", help="how they share it: each has the whole model, or a part (default: ddp)")
     command.set_defaults(command=_train)
 
     cli_traces.add(commands)
@@ -83,15 +88,24 @@ def _report(options) -> int:
 
 
 def _plan(options) -> int:
-    from . import plan, runs
+    from . import fleet, plan, runs
 
     if options.parallel < 1:
         raise ConfigError(f"--parallel {options.parallel}: at least one run goes at a time")
+    if options.nproc < 1:
+        raise ConfigError(f"--nproc {options.nproc}: a run needs at least one process")
+    if options.worker and not options.train:
+        raise ConfigError("--worker works runs off: write --run --worker")
     items = plan.plan(options.profile, options.only)
     print(plan.tell(items, options.parallel))
+    report = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     if options.train:
         try:
-            plan.train(items, options.profile, parallel=options.parallel, report=lambda line: print(line, file=sys.stderr, flush=True))
+            if options.worker:
+                done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=options.nproc, engine=options.engine)
+                report(f"this worker did {done} runs; nothing is left")
+            else:
+                plan.train(items, options.profile, parallel=options.parallel, report=report)
         except runs.RunFailed as error:
             return _say(str(error), 1)
     return 0
@@ -102,8 +116,9 @@ def _train(options) -> int:
     from . import runs
 
     profile = {"a": "tier_a", "b": "tier_b"}.get(options.tier, options.tier)
+    several = {} if options.nproc == 1 else {"nproc": options.nproc, "engine": options.engine}
     try:
-        run = runs.get_or_train(run_config, store=options.store or runs.default_store(profile), report=lambda line: print(line, file=sys.stderr))
+        run = runs.get_or_train(run_config, store=options.store or runs.default_store(profile), report=lambda line: print(line, file=sys.stderr), **several)
     except runs.RunFailed as error:
         return _say(str(error), 1)
     print(run.path)

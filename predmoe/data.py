@@ -392,14 +392,14 @@ class Stream:
                 filled, position, index = filled + len(piece), position + len(piece), index + 1
         return out
 
-    def batch(self, step: int, batch_size: int, context: int) -> np.ndarray:
-        """(B, T+1) int64: T inputs and, one further, T targets of each row.
+    def batch(self, step: int, batch_size: int, context: int, rows: slice = slice(None)) -> np.ndarray:
+        """(B, T+1) int64: T inputs and, one further, T targets of each row. `rows`: which of them, for a process that computes a part.
 
         Row b reads on from step to step in a lane of its own, which begins at b/B of the epoch, so that a batch holds B places
         of the corpus. Rows that follow one another in the stream come from a few long documents of one or two domains, and
         the gradients of such batches made training chaotic.
         """
-        starts = np.arange(batch_size) * self.epoch_tokens // batch_size + step * context
+        starts = np.arange(batch_size)[rows] * self.epoch_tokens // batch_size + step * context
         return np.stack([self.read(int(start), context + 1) for start in starts])
 
 

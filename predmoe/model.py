@@ -41,8 +41,12 @@ class Output:
 def top_k(scores_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row and their ids, largest first, equal scores by lower id (torch.topk leaves ties open).
 
-    Raises ValueError where a score is NaN: a NaN has no rank, and no expert may be chosen by accident.
+    Raises ValueError where a score is NaN: a NaN has no rank, and no expert may be chosen by accident. On a GPU, where asking would
+    wait for the device, the NaN goes on into the loss, which is found out there (`Trainer.read`).
     """
+    if scores_NE.is_cuda:
+        values, ids = scores_NE.sort(dim=1, descending=True, stable=True)
+        return values[:, :k], ids[:, :k]
     if torch.isnan(scores_NE).any():
         row = int(torch.isnan(scores_NE).any(1).nonzero()[0])
         raise ValueError(f"router scores of token {row} are NaN: no expert can be chosen")
