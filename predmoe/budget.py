@@ -109,33 +109,47 @@ def step_memory(config: RunConfig, *, sequences: int | None = None) -> dict[str,
     return {"held": 12.0 * P, "step": max(moments.values()), "kept": kept, **{f"at {name}": value for name, value in moments.items()}}
 
 
-def sharded_memory(config: RunConfig, cluster: Cluster, *, sequences: int) -> dict[str, float]:
-    """Bytes per GPU under FSDP2 as `distributed` divides it: weights, gradients and AdamW's moments in parts of 1/G; whole while they are
+def shards(cluster: Cluster, engine: str) -> int:
+    """Over how many GPUs a model is divided: all of them ("fsdp") or those of a node ("hsdp"), each node then holding a copy."""
+    return min(cluster.gpus, cluster.gpus_per_node) if engine == "hsdp" else cluster.gpus
+
+
+def _units(m: ModelConfig) -> tuple[int, int]:
+    """Parameters of a layer's experts and of its attention: the units that `distributed` divides the model into, beside the rest."""
+    return 3 * m.num_experts * m.hidden_size * m.expert_size, 4 * m.hidden_size**2 + 2 * m.hidden_size
+
+
+def sharded_memory(config: RunConfig, cluster: Cluster, *, sequences: int, engine: str = "hsdp") -> dict[str, float]:
+    """Bytes per GPU under FSDP2 as `distributed` divides it: weights, gradients and AdamW's moments in parts; whole while they are
     used, the unit of embeddings, head, routers, norms and heads with its gradients, and two layers' experts and attention; and the step's activations."""
     m, count = config.model, parameters(config)
-    P, D = count["total"] + count["heads"], m.hidden_size
-    experts, attention = 3 * m.num_experts * D * m.expert_size, 4 * D * D + 2 * D
+    P, (experts, attention) = count["total"] + count["heads"], _units(m)
     root = P - m.num_layers * (experts + attention)
-    step = step_memory(config, sequences=sequences)
-    activations = max(step["at logits"] - 4.0 * m.vocab_size * D, step["at term"] - 4.0 * m.vocab_size * D, step["at experts"] - 4.0 * m.vocab_size * D - 2.0 * experts)
-    parts = {"parts of weights, gradients, moments": 16.0 * P / cluster.gpus, "whole while used": 8.0 * root + 2 * (2.0 * experts + 4.0 * attention) + 4.0 * experts,
-             "activations": activations}  # fmt: skip
+    step, head = step_memory(config, sequences=sequences), 4.0 * m.vocab_size * m.hidden_size   # the head's gradient is of the root
+    size = 2.0 if config.train.dtype == "bfloat16" else 4.0
+    activations = max(step["at logits"] - head, step["at term"] - head, step["at experts"] - head - size * experts)
+    parts = {"parts of weights, gradients, moments": 16.0 * P / shards(cluster, engine), "activations": activations,
+             "whole while used": 8.0 * root + 2 * (size * experts + 4.0 * attention) + 4.0 * experts}  # fmt: skip
     return parts | {"total": sum(parts.values())}
 
 
-def communication(config: RunConfig, cluster: Cluster) -> dict[str, float]:
-    """Bytes that each GPU sends and receives in a step: gathered weights (bf16 experts, else float32; experts and attention twice, forward
-    and backward), scattered gradients (float32), each (G-1)/G of the whole; and the seconds that takes at the slowest link."""
+def communication(config: RunConfig, cluster: Cluster, *, engine: str = "hsdp") -> dict[str, float]:
+    """Bytes that each GPU sends in a step, and the seconds that takes if nothing else is done.
+
+    "gathered": weights (bf16 experts under autocast, else float32; experts and attention twice, forward and backward). "scattered": gradients,
+    float32. Both (S-1)/S of the whole among S shards, at the speed of a node where a node holds them. "across": the sum of the
+    nodes' gradients, 2 (R-1)/R of a GPU's part among R copies, over the network.
+    """
     m, count = config.model, parameters(config)
-    G, D = cluster.gpus, m.hidden_size
-    experts, attention = 3 * m.num_experts * D * m.expert_size * m.num_layers, (4 * D * D + 2 * D) * m.num_layers
-    root = count["total"] + count["heads"] - experts - attention
-    width = 2.0 if config.train.dtype == "bfloat16" else 4.0
-    share = (G - 1) / G
-    gathered = share * (2 * (width * experts + 4.0 * attention) + 4.0 * root)
-    scattered = share * 4.0 * (experts + attention + root)
-    slowest = cluster.node_gb_per_s if G <= cluster.gpus_per_node else cluster.network_gb_per_s
-    return {"gathered": gathered, "scattered": scattered, "of the heads": share * 8.0 * count["heads"], "seconds": (gathered + scattered) / (slowest * 1e9)}
+    experts, attention = (unit * m.num_layers for unit in _units(m))
+    P = count["total"] + count["heads"]
+    S = shards(cluster, engine)
+    copies, width = cluster.gpus / S, 2.0 if config.train.dtype == "bfloat16" else 4.0
+    gathered = (S - 1) / S * (2 * (width * experts + 4.0 * attention) + 4.0 * (P - experts - attention))
+    scattered = (S - 1) / S * 4.0 * P
+    across = 2 * (copies - 1) / copies * 4.0 * P / S
+    link = cluster.node_gb_per_s if S <= cluster.gpus_per_node else cluster.network_gb_per_s
+    return {"gathered": gathered, "scattered": scattered, "across": across, "seconds": (gathered + scattered) / (link * 1e9) + across / (cluster.network_gb_per_s * 1e9)}
 
 
 @dataclass(frozen=True)
@@ -155,18 +169,18 @@ class Plan:
     dollars: float
 
 
-def plan(config: RunConfig, cluster: Cluster, *, tokens: float, sequences: int) -> Plan:
-    """`tokens` trained with `sequences` sequences per GPU and step. Communication is overlapped with computing, so a step takes the longer of both.
+def plan(config: RunConfig, cluster: Cluster, *, tokens: float, sequences: int, engine: str = "hsdp") -> Plan:
+    """`tokens` trained with `sequences` sequences per GPU and step under an engine of `distributed`. Communication is overlapped with computing, so a step takes the longer of both.
 
     Raises ConfigError where a GPU's memory does not hold it.
     """
-    memory = sharded_memory(config, cluster, sequences=sequences)
+    memory = sharded_memory(config, cluster, sequences=sequences, engine=engine)
     if memory["total"] > cluster.memory_gb * 1e9:
         raise ConfigError(f"{sequences} sequences of {config.model.context} tokens need {memory['total'] / 1e9:.0f} GB on each GPU, of {cluster.memory_gb:g} GB: "
                           "take fewer sequences, or more GPUs")  # fmt: skip
     per_token = flops_per_token(config)
     flops, own = sum(per_token.values()), sequences * config.model.context
-    compute, sent = flops * own / (cluster.peak_flops * cluster.share_of_peak), communication(config, cluster)
+    compute, sent = flops * own / (cluster.peak_flops * cluster.share_of_peak), communication(config, cluster, engine=engine)
     step = max(compute, sent["seconds"])
     steps = round(tokens / (own * cluster.gpus))
     hours = steps * step / 3600 * cluster.gpus
@@ -180,7 +194,7 @@ def seven_b(lambda_pred: float = 0.3) -> RunConfig:
     return tier("a", model=to_dict(SEVEN_B), objective={"lambda_pred": lambda_pred}, data={"heldout_tokens": 1 << 20, "dev_tokens": 1 << 19})
 
 
-def table(cluster: Cluster = Cluster(), *, tokens: float = 100e9, sequences: int = 2) -> str:
+def table(cluster: Cluster = Cluster(), *, tokens: float = 100e9, sequences: int = 4) -> str:
     """The plan as markdown: baseline, joint, and the difference that the term makes."""
     found = {name: plan(seven_b(weight), cluster, tokens=tokens, sequences=sequences) for name, weight in (("ordinary", 0.0), ("with the term", 0.3))}
     rows = {
@@ -189,7 +203,8 @@ def table(cluster: Cluster = Cluster(), *, tokens: float = 100e9, sequences: int
         "operations of the run (1e21)": lambda p: (p.flops / 1e21,),
         "memory per GPU (GB)": lambda p: (p.memory["total"] / 1e9,),
         "of it activations (GB)": lambda p: (p.memory["activations"] / 1e9,),
-        "sent and received per GPU and step (GB)": lambda p: ((p.communication["gathered"] + p.communication["scattered"]) / 1e9,),
+        "sent per GPU and step within a node (GB)": lambda p: ((p.communication["gathered"] + p.communication["scattered"]) / 1e9,),
+        "between nodes (GB)": lambda p: (p.communication["across"] / 1e9,),
         "computing, a step (s)": lambda p: (p.compute_seconds,),
         "communication, a step (s)": lambda p: (p.communication["seconds"],),
         "steps": lambda p: (float(p.steps),),
@@ -204,6 +219,8 @@ def table(cluster: Cluster = Cluster(), *, tokens: float = 100e9, sequences: int
         more = f"{(b[0] / a[0] - 1):+.2%}" if a[0] else ""
         lines.append(f"| {name} | {show(a)} | {show(b)} | {more} |")
     c = cluster
+    full = communication(seven_b(), c, engine="fsdp")["seconds"]
     note = (f"{tokens / 1e9:g}B tokens, {sequences} sequences of {SEVEN_B.context} tokens per GPU and step, {c.gpus} GPUs of {c.peak_flops / 1e12:g} TFLOP/s (bf16) and "
-            f"{c.memory_gb:g} GB, of which a step is assumed to reach {c.share_of_peak:.0%}, {c.network_gb_per_s:g} GB/s of network for each, {c.dollars_per_hour:g} dollars a GPU hour (assumed).")
+            f"{c.memory_gb:g} GB, of which a step is assumed to reach {c.share_of_peak:.0%}, {c.network_gb_per_s:g} GB/s of network for each, {c.dollars_per_hour:g} dollars a GPU hour (assumed). "
+            f"Each node holds a copy that its GPUs divide (--engine hsdp); divided over all {c.gpus} GPUs (fsdp), communication alone would take {full:.2f} s a step.")
     return "\n".join(lines) + "\n\n" + note

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--parallel", type=int, default=2, help="runs side by side (default: 2)")
     command.add_argument("--worker", action="store_true", help="with --run: claim one run after the other from a store that other machines work on too ($PREDMOE_STORE)")
     command.add_argument("--nproc", type=int, default=1, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
-    command.add_argument("--engine", choices=("ddp", "fsdp"), default="ddp", help="how they share it: each has the whole model, or a part (default: ddp)")
+    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_plan)
 
     command = commands.add_parser("train", help="train one model and print its folder")
@@ -68,8 +68,20 @@ def _parser() -> argparse.ArgumentParser:
                          help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
     command.add_argument("--store", type=Path, help="the run store's folder (default: the one of the tier's profile)")
     command.add_argument("--nproc", type=int, default=1, help="processes that share the run, on GPUs one per GPU (default: 1)")
-    command.add_argument("--engine", choices=("ddp", "fsdp"), default="ddp", help="how they share it: each has the whole model, or a part (default: ddp)")
+    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_train)
+
+    command = commands.add_parser("gpu-report", help="tier A on one GPU without a network, some minutes at a time; each call goes on where the last stopped")
+    command.add_argument("--out", type=Path, required=True, help="the folder of everything: runs, traces, throughput, report.md")
+    command.add_argument("--tokens", type=Path, help="a token file of scripts/prepare_corpus.py, unpacked by the first call")
+    command.add_argument("--tier", default="a", help="the size (default: a)")
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="initialisation seeds, a pair of arms each (default: 0 1 2)")
+    command.add_argument("--minutes", type=float, default=8.0, help="of this call (default: 8)")
+    command.add_argument("--keep-weights", action="store_true", help="keep the checkpoints of finished arms")
+    command.add_argument("--no-peers", action="store_true", help="leave transformers out of the table of throughput")
+    command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
+                         help="change the tier, as in `predmoe train`; posthoc.FIELD changes the predictors' fit")  # fmt: skip
+    command.set_defaults(command=_gpu_report)
 
     cli_traces.add(commands)
     cli_engine.add(commands)
@@ -122,6 +134,22 @@ def _train(options) -> int:
     except runs.RunFailed as error:
         return _say(str(error), 1)
     print(run.path)
+    return 0
+
+
+def _gpu_report(options) -> int:
+    from . import gpu_report, runs
+
+    if options.minutes <= 0:
+        raise ConfigError(f"--minutes {options.minutes:g} must be positive")
+    changes = sections(options.changes)
+    posthoc = changes.pop("posthoc", {})
+    changes = {"data": {"corpus": "offline-large"}} | changes if options.tier in ("a", "b") else changes
+    try:
+        gpu_report.run(options.out, tier=options.tier, seeds=options.seeds, minutes=options.minutes, changes=changes, posthoc=posthoc, tokens=options.tokens,
+                       keep_weights=options.keep_weights, peers=not options.no_peers, report=lambda line: print(line, file=sys.stderr, flush=True))  # fmt: skip
+    except runs.RunFailed as error:
+        return _say(str(error), 1)
     return 0
 
 

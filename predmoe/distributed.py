@@ -1,7 +1,7 @@
 """Training of one run by several processes, under torchrun: each computes a part of every batch.
 
 DDP keeps the whole model in each process; FSDP2 ("fsdp") keeps a part of it in each and brings a block together while it is
-used. Both train what one process would: the same batches, and statistics over all of them, so that only rounding differs.
+used; "hsdp" does so within each node, every node holding a copy. All train what one process would: the same batches, and statistics over all of them, so that only rounding differs.
 """
 # B batch, T time, L layers, N tokens, K chosen, E experts
 
@@ -26,7 +26,7 @@ from predmoe.objectives import dispatches
 from predmoe.predictor import Predictor
 from predmoe.train import LOG_EVERY, Trainer, check_device, forward_terms, new_predictor, optimizer_of, read_json, write_json
 
-ENGINES = ("ddp", "fsdp")
+ENGINES = ("ddp", "fsdp", "hsdp")
 BUCKET_MB = {"cpu": 4, "cuda": 25}   # of gradients that are summed while the rest is computed
 
 
@@ -107,20 +107,24 @@ class DistributedTrainer(Trainer):
         if not self.leader:
             self.progress = lambda line: None
         whole = _Whole(self.model, self.predictor)
-        self.whole_module = self._sharded(whole) if engine == "fsdp" else self._replicated(whole)
+        self.whole_module = self._replicated(whole) if engine == "ddp" else self._sharded(whole)
 
     def _replicated(self, whole: _Whole) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
         kind = torch.device(self.team.device).type
-        return DistributedDataParallel(whole, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=BUCKET_MB[kind])
+        return DistributedDataParallel(whole, gradient_as_bucket_view=True, forward_sync_buffers=False, bucket_cap_mb=BUCKET_MB[kind])
 
     def _sharded(self, whole: _Whole) -> nn.Module:
         """Experts and attention of each layer are units of their own; what is left (embeddings, head, routers, norms, heads) is one."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh(torch.device(self.team.device).type, (self.team.size,))
+        kind, size, own = torch.device(self.team.device).type, self.team.size, int(os.environ.get("LOCAL_WORLD_SIZE", self.team.size))
+        if self.engine == "hsdp":
+            mesh = init_device_mesh(kind, (size // own, own), mesh_dim_names=("copies", "parts"))
+        else:
+            mesh = init_device_mesh(kind, (size,))
         # Experts compute in bf16 under autocast: sent as bf16 they are half as long and give the same products. Gates stay float32.
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in whole.model.layers:
@@ -142,7 +146,7 @@ class DistributedTrainer(Trainer):
     def losses(self, windows: Tensor, *, last: bool = True) -> tuple[dict[str, Tensor], Tensor]:
         work = lambda: forward_terms(self.model, self.predictor, windows, self.config, step=self.step, autocast=self.autocast, table=self.table,  # noqa: E731
                                      shares=self._shares)  # fmt: skip
-        if self.engine == "fsdp":
+        if self.engine != "ddp":
             self.whole_module.set_requires_gradient_sync(last)
             return self.whole_module(work)
         with contextlib.nullcontext() if last else self.whole_module.no_sync():
@@ -186,7 +190,7 @@ class DistributedTrainer(Trainer):
         size = min(32, math.ceil(len(evalset.tokens) / self.team.size))
         work = lambda: evaluate(self.model, evalset, self.tokens.domains, self.config.predictor.horizons, scorers, batch_size=size,  # noqa: E731
                                 autocast=self.autocast, part=(self.team.rank, self.team.size), join=self._joined)  # fmt: skip
-        if self.engine == "fsdp":
+        if self.engine != "ddp":
             with torch.no_grad():
                 result = self.whole_module(work)
             self.whole_module.reshard()   # what a backward pass would have done

@@ -23,7 +23,6 @@ from predmoe.posthoc import heads_file
 from predmoe.train import is_complete, read_json, read_lines, write_json
 
 POLL_SECONDS = 0.5
-WORKER_OPTIONS: tuple[str, ...] = ()   # to every child process
 REPORT_SECONDS = 20.0
 # glibc gives large blocks back at each free and faults them in again at each step: told not to, a step is 5% faster.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
@@ -92,7 +91,7 @@ def open_run(config: RunConfig, store: Path) -> Run:
 def get_or_train(config: RunConfig, *, store: Path, nproc: int = 1, engine: str = "ddp", report=print) -> Run:
     """The finished run of `config` with its checkpoint; trained or resumed in a child process where need be.
 
-    `nproc` processes share each batch, as `engine` ("ddp" or "fsdp") says; the run is the same one, and its provenance says how.
+    `nproc` processes share each batch, as `engine` ("ddp", "fsdp", "hsdp") says; the run is the same one, and its provenance says how.
     """
     if nproc < 1:
         raise ConfigError(f"nproc={nproc} must be at least 1")
@@ -134,7 +133,7 @@ def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, prof
 def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]], *, store: Path, parallel: int, report=print, **how_many) -> None:
     """Train and measure what is missing of the `wanted` measurements of each run, in this order; errors as `get_or_measure`.
 
-    `how_many`: nproc and engine as `get_or_train` takes them.
+    `how_many`: nproc and engine as `get_or_train` takes them, and further options of the worker.
     """
     jobs: dict[Path, tuple[Run, list]] = {}
     for config, measurements in wanted:
@@ -148,7 +147,7 @@ def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | L
     _work(list(jobs.values()), parallel=parallel, report=report, **how_many)
 
 
-def _work(jobs: list[tuple[Run, list[PosthocConfig | LocalityConfig]]], *, parallel: int, report, nproc: int = 1, engine: str = "ddp") -> None:
+def _work(jobs: list[tuple[Run, list[PosthocConfig | LocalityConfig]]], *, parallel: int, report, **how_many) -> None:
     """Run the jobs' child processes, `parallel` at a time, telling of each one's progress now and then. A job is a run and what to measure."""
     if parallel < 1:
         raise ConfigError(f"parallel={parallel} must be at least 1")
@@ -157,7 +156,7 @@ def _work(jobs: list[tuple[Run, list[PosthocConfig | LocalityConfig]]], *, paral
         while waiting or running:
             while waiting and len(running) < parallel:
                 run, measurements = waiting.pop(0)
-                running[_start(run, measurements, nproc=nproc, engine=engine)] = run
+                running[_start(run, measurements, **how_many)] = run
             time.sleep(POLL_SECONDS)
             for child in [c for c in running if c.poll() is not None]:
                 run = running.pop(child)
@@ -178,13 +177,13 @@ def _work(jobs: list[tuple[Run, list[PosthocConfig | LocalityConfig]]], *, paral
         raise RunFailed("; ".join(failures))
 
 
-def _start(run: Run, measurements: list[PosthocConfig | LocalityConfig], *, nproc: int = 1, engine: str = "ddp") -> subprocess.Popen:
+def _start(run: Run, measurements: list[PosthocConfig | LocalityConfig], *, nproc: int = 1, engine: str = "ddp", options: Sequence[str] = ()) -> subprocess.Popen:
     threads = str(run.config.train.threads)
     several = ["predmoe.launch", "--nproc", str(nproc), str(run.path), "--engine", engine]
     command = [sys.executable, "-m", *(several if nproc > 1 else ["predmoe.worker", str(run.path)])]
     for how in measurements:
         command += ["--posthoc" if isinstance(how, PosthocConfig) else "--locality", measurement_name(how)]
-    command += WORKER_OPTIONS
+    command += options
     environment = KEEP_MEMORY | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     with open(run.path / "log.txt", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)

@@ -140,7 +140,7 @@ class Trainer:
     """One run in one folder. `train()` goes on from the last checkpoint and returns when the last step is done, or after
     `pause_after` seconds with a checkpoint. `leader`: whether this process writes what is written once (`distributed`)."""
 
-    leader = True
+    leader, table, loader, deferred = True, None, None, False
 
     def __init__(self, config: RunConfig, folder: Path, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, pause_after: float | None = None,
                  progress=lambda line: None):  # fmt: skip

@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--locality", help="the same of the second measurement")
     parser.add_argument("--checkpoint-seconds", type=float, default=CHECKPOINT_SECONDS)
     parser.add_argument("--pause-after", type=float, help="seconds of training after which to save and end, the run unfinished")
-    parser.add_argument("--engine", default="ddp", help="under torchrun: ddp (each process has the whole model) or fsdp (each has a part)")
+    parser.add_argument("--engine", default="ddp", help="under torchrun: ddp (each process has the whole model) or fsdp (each has a part) or hsdp (a part of its node's)")
     options = parser.parse_args(arguments)
     folder = options.folder
     say = lambda line: print(line, flush=True)  # noqa: E731

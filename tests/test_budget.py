@@ -140,13 +140,18 @@ def test_seven_billion_by_hand():
     active, L, D, T, V = count_parameters(config.model)["active"], 16, 2048, 4096, 50304
     by_hand = 6 * (active - V * D - (2 * L * 2 + 1) * D) + 6 * L * D * (T + 1)   # 6 per active weight but the embedding and the norms, and attention
     assert budget.flops_per_token(budget.seven_b(0.0))["model"] == pytest.approx(by_hand, rel=1e-9)
-    found = budget.plan(config, budget.Cluster(), tokens=100e9, sequences=2)
+    found = budget.plan(config, budget.Cluster(), tokens=100e9, sequences=2, engine="fsdp")
     assert found.flops == pytest.approx(100e9 * sum(budget.flops_per_token(config).values()))
     assert found.steps == round(100e9 / (64 * 2 * 4096))
     assert found.days == pytest.approx(found.steps * max(found.compute_seconds, found.communication["seconds"]) / 86400)
     assert found.gpu_hours == pytest.approx(found.days * 24 * 64) and found.dollars == pytest.approx(2.5 * found.gpu_hours)
     assert found.memory["parts of weights, gradients, moments"] == pytest.approx(16 * 6.92e9 / 64, rel=0.01)
-    assert found.communication["scattered"] == pytest.approx(4 * 6.92e9 * 63 / 64, rel=0.01)
+    assert found.communication["scattered"] == pytest.approx(4 * 6.92e9 * 63 / 64, rel=0.01) and found.communication["across"] == 0
+    by_node = budget.plan(config, budget.Cluster(), tokens=100e9, sequences=2, engine="hsdp")
+    assert by_node.memory["parts of weights, gradients, moments"] == pytest.approx(16 * 6.92e9 / 8, rel=0.01)
+    assert by_node.communication["across"] == pytest.approx(2 * 7 / 8 * 4 * 6.92e9 / 8, rel=0.01)
+    sent = by_node.communication
+    assert sent["seconds"] == pytest.approx((sent["gathered"] + sent["scattered"]) / 450e9 + sent["across"] / 50e9) < found.communication["seconds"]
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():
@@ -159,7 +164,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
 def test_one_process_communicates_nothing_and_more_memory_is_needed_by_fewer():
     config = budget.seven_b()
     assert budget.communication(config, budget.Cluster(gpus=1))["seconds"] == 0
-    totals = [budget.sharded_memory(config, budget.Cluster(gpus=n), sequences=1)["total"] for n in (8, 64, 512)]
+    totals = [budget.sharded_memory(config, budget.Cluster(gpus=n), sequences=1, engine="fsdp")["total"] for n in (8, 64, 512)]
     assert totals[0] > totals[1] > totals[2] and math.isfinite(totals[2])
 
 

@@ -1,5 +1,6 @@
 """Workers on one store: every run is done once, whoever dies."""
 
+import functools
 import json
 import os
 import random
@@ -57,9 +58,8 @@ def worker(environment, path, wanted, store, start, options):
     os.setsid()
     os.environ.update(environment)
     sys.path[:] = path
-    runs.POLL_SECONDS, fleet.LOOK_SECONDS, runs.WORKER_OPTIONS = 0.02, 0.05, options
-    if start is not None:
-        runs._start = start
+    runs.POLL_SECONDS, fleet.LOOK_SECONDS = 0.02, 0.05
+    runs._start = start or functools.partial(runs._start, options=options)
     try:
         fleet.work(wanted, store=store, report=lambda line: None)
     except runs.RunFailed as error:
