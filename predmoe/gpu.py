@@ -13,6 +13,11 @@ from torch import Tensor, nn
 COMPILE = "PREDMOE_COMPILE"   # "0" turns compilation off
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether work on `x` goes the GPU's way: nothing that waits for the device, few large kernels."""
+    return x.is_cuda
+
+
 def grouped_mm_holds(x_ND: Tensor, expert_size: int) -> bool:
     """Whether torch's grouped_mm takes these experts: bf16 on CUDA from compute capability 8.0 on, rows of 16 bytes.
 

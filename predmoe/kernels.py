@@ -108,7 +108,7 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx, h_ND, weight_VD, targets_N):
         N = h_ND.shape[0]
         cast_VD = weight_VD.to(h_ND.dtype)
-        step, width = (GPU_HEAD_ROWS, len(weight_VD)) if h_ND.is_cuda else (HEAD_ROWS, HEAD_BLOCK)
+        step, width = (GPU_HEAD_ROWS, len(weight_VD)) if gpu.on_gpu(h_ND) else (HEAD_ROWS, HEAD_BLOCK)
         wanted = any(ctx.needs_input_grad[:2])
         losses_N = h_ND.new_empty(N, dtype=torch.float32)
         dh_ND = torch.zeros_like(h_ND) if wanted else None

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from predmoe import gpu
 from predmoe.config import ObjectiveConfig
 from predmoe.model import Routing
 from predmoe.predictor import Predictor, membership
@@ -15,7 +16,7 @@ from predmoe.token_table import TokenTable
 
 def dispatches(experts_NK: Tensor, num_experts: int) -> Tensor:
     """How many tokens chose each expert, (E,). On a GPU without waiting for it: bincount reads a length back."""
-    if experts_NK.is_cuda:
+    if gpu.on_gpu(experts_NK):
         return membership(experts_NK, num_experts).sum(0)
     return torch.bincount(experts_NK.reshape(-1), minlength=num_experts)
 
