@@ -47,12 +47,18 @@ def flat(trainer) -> dict[str, Tensor]:
 
 
 def save(trainer, *, leader: bool) -> None:
-    """Write the state of all processes; to be called by each of them. The last good checkpoint stays until this one is whole."""
+    """Write the state of all processes; to be called by each of them. The last good checkpoint stays until this one is whole.
+
+    Raises RuntimeError where a process cannot write its part.
+    """
     import torch.distributed.checkpoint as dcp
 
     folder, log = trainer.folder, trainer.folder / "metrics.jsonl"
     name = f"state-{trainer.step:08d}"
-    dcp.save(flat(trainer), checkpoint_id=folder / name, no_dist=not torch.distributed.is_initialized())
+    try:
+        dcp.save(flat(trainer), checkpoint_id=folder / name, no_dist=not torch.distributed.is_initialized())
+    except dcp.api.CheckpointException as error:   # no ordinary Exception: it holds those of every process
+        raise RuntimeError((str(error).strip().splitlines() or [type(error).__name__])[-1][:200]) from error
     if leader:
         from predmoe.train import write_json
 
