@@ -36,7 +36,7 @@ class Stepper:
         spec = json.dumps({"contender": contender, "size": size, "threads": threads, "warmup": warmup, "batch_size": batch_size})
         threads_too = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         # The memory settings of the run store's processes, for every contender alike.
-        environment = getattr(runs, "KEEP_MEMORY", {}) | os.environ | threads_too
+        environment = getattr(runs, "KEEP_MEMORY", {}) | getattr(runs, "same_bits", dict)() | os.environ | threads_too
         self.name = contender
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__)), spec], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

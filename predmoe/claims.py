@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from . import stats
+from .config import ConfigError
 
 UNITS = {"points": (100, "z.1f", " points"), "percent": (100, "z.2f", "%"), "nats": (1, "z.4f", " nats")}   # z: no -0.0
 RULES = {"direction": stats.verdict, "absent": stats.verdict_absent, "at_most": stats.verdict_at_most}
 
 
-class ResultError(ValueError):
+class ResultError(ConfigError):
     """A result that is missing, incomplete or of another schema; the message says where."""
 
 

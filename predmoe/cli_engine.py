@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from .cli_traces import _horizon, _told
+from .cli_traces import _horizon, _told, may_write
 from .config import ConfigError
 
 
@@ -85,9 +85,7 @@ def _generate(options) -> int:
     from .engine.text import Text
     from .simulator import Cache, Prefetch
 
-    for out in (options.record, options.json):   # before the work, not after it
-        if out and not out.parent.is_dir():
-            raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
+    may_write(options.record, options.json, but=[options.future] if options.future else [])
     manifest = load_manifest(options.model)
     text = Text(options.model, manifest) if options.prompt or manifest.tokenizer else None
     prompts = options.prompt_ids or [text.encode(prompt) for prompt in options.prompt]

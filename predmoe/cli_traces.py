@@ -9,13 +9,13 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .config import ConfigError
 
 ARMS = {"baseline": {}, "joint": {"lambda_pred": 0.3}}
-SHOWN = ("tok_s", "stall_ms", "hit_rate", "in_flight_rate", "demand_mb", "prefetch_mb", "wasted_mb", "p50_ms", "p99_ms", "ttft_ms", "issued", "useful", "late", "wasted")
+SHOWN = ("tok_s", "stall_ms", "hit_rate", "in_flight_rate", "demand_mb", "prefetch_mb", "wasted_mb", "p50_ms", "p99_ms", "ttft_ms", "issued", "useful", "late", "wasted", "energy_j")
 COLUMNS = {"policy": "predictor", "cache_policy": "policy"}   # a sweep's names for what the options call so
 
 
@@ -92,12 +92,39 @@ def _add_simulate(commands) -> None:
         disk.add_argument(f"--{name}", **number, help=what)
     disk.add_argument("--lanes", **whole, help="reads at a time (default: 1)")
     disk.add_argument("--overlap", action="store_const", const=[True], help="compute experts as they arrive")
+    command.add_argument("--joules-per-gb", type=float, metavar="X", help="energy of reading 1 GB (1e9 bytes): adds a column energy_j, joules per token")
     command.add_argument("--warmup", type=int, default=0, help="passes that fill the cache and enter no figure (default: 0)")
     command.add_argument("--workers", type=int, help="threads (default: one per core)")
     command.add_argument("--csv", type=Path, help="write the whole table")
     command.add_argument("--json", type=Path, help="write the whole table with the trace's metadata")
     command.add_argument("--quiet", action="store_true", help="no progress bar")
     command.set_defaults(command=_told(_simulate))
+
+
+def may_write(*outs: Path | None, but: Sequence[Path] = ()) -> None:
+    """Refuse files that cannot be written, or would overwrite one another or those in `but`, before any work is done. None stands for no file."""
+    taken = [path for path in but if path.exists()]
+    for out in filter(None, outs):
+        try:
+            _may_write(out, taken)
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}") from None
+        taken.append(out)
+
+
+def _may_write(out: Path, taken: Sequence[Path]) -> None:
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; name a file to write")
+    new = not out.exists()
+    if not new and not out.is_file():
+        return   # a pipe or a device, which may not be opened twice
+    if any(out == other or (not new and other.exists() and out.samefile(other)) for other in taken):
+        raise ConfigError(f"{out} would overwrite a file that the same command reads or writes; name another file")
+    out.open("ab").close()
+    if new:
+        out.unlink()
 
 
 def _whole_numbers(text: str, separator: str) -> int | tuple[int, ...]:
@@ -158,8 +185,7 @@ def _import(options) -> int:
 
     asked = {name: getattr(options, name) for name in ("num_experts", "expert_bytes", "prompt", "sequences", "on_policy")}
     asked |= {name: getattr(options, f"said_{name}") for name in ("model", "source", "domain")}
-    if options.out.exists() and options.source.exists() and options.out.samefile(options.source):
-        raise ConfigError(f"{options.out}: the trace would overwrite the file it is read from; name another file")
+    may_write(options.out, but=[options.source])
     trace = traces.read(options.source, options.kind, **{name: value for name, value in asked.items() if value is not None})
     traces.save(trace, options.out)
     print(f"{options.out}: {_size(trace)}")
@@ -230,6 +256,8 @@ def _record(options) -> int:
     tier = options.profile.removeprefix("tier_")
     run = config.tier(tier, seed=options.seed, **changes)
     path = options.out or recording.trace_path(options.profile, options.arm, what)
+    if options.out:   # else the folder is made
+        may_write(path)
     say = lambda line: print(line, file=sys.stderr)  # noqa: E731
     trace = recording.get_or_record(run, config.TIERS[tier].posthoc, what, path=path, store=runs.default_store(options.profile), report=say)
     print(f"{path}: {_size(trace)}")
@@ -241,9 +269,9 @@ def _simulate(options) -> int:
 
     if (options.slots is None) == (options.bytes is None):
         raise ConfigError("say what the cache holds: either --slots or --bytes")
-    for out in (options.csv, options.json):   # before the work, not after it
-        if out and not out.parent.is_dir():
-            raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
+    may_write(options.csv, options.json, but=[options.trace])
+    if options.joules_per_gb is not None:
+        simulator.at_least("joules_per_gb", options.joules_per_gb, 0.0)
     trace = traces.load(options.trace)
     names = {"policy": "cache_policy", "predictor": "policy"}
     axes = ("predictor", "slots", "bytes", "policy", "scope", "pinned", "horizon", "budget", "threshold", "guard", "expire", "cancel", "promote", "cross_token",
@@ -251,8 +279,11 @@ def _simulate(options) -> int:
     grid = {names.get(name, name): getattr(options, name) for name in axes if getattr(options, name) is not None}
     grid["policy"] = grid.pop("policy")   # last, so that the predictors of one setting stand together
     capacity = dict(slots=options.slots[0]) if options.slots else dict(bytes=options.bytes[0])
+    if not options.quiet and not simulator.is_compiled():
+        print("predmoe: compiling the simulator, which happens once after an installation and takes a while", file=sys.stderr)
+    price = None if options.joules_per_gb is None else options.joules_per_gb / 1e9
     table = simulator.sweep(trace, cache=simulator.Cache(**capacity, streaming=options.streaming), warmup=options.warmup, cold=options.cold,
-                            workers=options.workers, progress=not options.quiet, **grid)  # fmt: skip
+                            joules_per_byte=price, workers=options.workers, progress=not options.quiet, **grid)  # fmt: skip
     table = table.rename(columns=COLUMNS)
     asked = [COLUMNS.get(name, name) for name in grid]
     varied = [name for name in asked if name == "predictor" or len(grid[{v: k for k, v in COLUMNS.items()}.get(name, name)]) > 1]
@@ -263,7 +294,7 @@ def _simulate(options) -> int:
     if options.json:
         rows = [{name: _plain(value) for name, value in row.items()} for row in table.to_dict("records")]
         facts = {"model": trace.meta.model, "source": trace.meta.source, "domain": trace.meta.domain, "on_policy": trace.meta.on_policy, "notes": trace.meta.notes}
-        settings = {"warmup": options.warmup, "cold": options.cold, "streaming": options.streaming}
+        settings = {"warmup": options.warmup, "cold": options.cold, "streaming": options.streaming, "joules_per_gb": options.joules_per_gb}
         options.json.write_text(json.dumps({"trace": facts, "settings": settings, "rows": rows}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0
 

@@ -20,6 +20,9 @@ PREDICTORS = ("linear", "ranking")
 TARGETS = ("topk", "soft", "membership")
 GRADIENTS = ("input", "both")
 DTYPES = ("float32", "bfloat16")
+MOST = 2**31 - 1             # of whatever is counted: beyond it sizes overflow far from where they were given
+MOST_THREADS = 4096
+SEEDS = (-(2**63), 2**63 - 1)   # what torch takes
 
 
 class ConfigError(ValueError):
@@ -41,9 +44,19 @@ def _at_least(name, value, least):
         raise ConfigError(f"{name}={value!r} must be at least {least}{'' if value < math.inf else ' and finite'}")
 
 
+def _count(name, value, least=1, most=MOST):
+    if not least <= value <= most:
+        raise ConfigError(f"{name}={value!r} must be at least {least}{f' and at most {most}' if value > most else ''}")
+
+
 def _positive(name, value):
     if not 0 < value < math.inf:
         raise ConfigError(f"{name}={value!r} must be positive and finite")
+
+
+def _momentum(name, value):
+    if not 0.0 <= value < 1.0:   # at 1 the running mean never moves
+        raise ConfigError(f"{name}={value!r} must be at least 0 and below 1")
 
 
 def _within(name, value, low, high):
@@ -76,7 +89,9 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "expert_size", "num_experts", "context"):
-            _at_least(name, getattr(self, name), 1)
+            _count(name, getattr(self, name))
+        for name in ("rope_theta", "rms_norm_eps", "init_std"):
+            _positive(name, getattr(self, name))
         if not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(f"top_k={self.top_k} must lie in 1..num_experts={self.num_experts}")
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
@@ -157,10 +172,9 @@ class DataConfig:
     dev_tokens: int = 32_768
 
     def __post_init__(self):
-        _at_least("order_seed", self.order_seed, 0)
-        _at_least("shuffle_buffer", self.shuffle_buffer, 1)
-        _at_least("heldout_tokens", self.heldout_tokens, 1)
-        _at_least("dev_tokens", self.dev_tokens, 1)
+        _count("order_seed", self.order_seed, 0, SEEDS[1])
+        for name in ("shuffle_buffer", "heldout_tokens", "dev_tokens"):
+            _count(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,20 +205,22 @@ class TrainConfig:
     accumulate: int = later(1)
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "threads", "eval_every", "accumulate"):
-            _at_least(name, getattr(self, name), 1)
+        for name in ("steps", "batch_size", "eval_every", "accumulate"):
+            _count(name, getattr(self, name))
         if self.batch_size % self.accumulate:
             raise ConfigError(f"batch_size={self.batch_size} must be a multiple of accumulate={self.accumulate}: its parts are of equal size")
-        _at_least("warmup_steps", self.warmup_steps, 0)
+        _count("threads", self.threads, 1, MOST_THREADS)
+        _count("warmup_steps", self.warmup_steps, 0)
         for name in ("lr", "grad_clip", "predictor_lr_scale"):
             _positive(name, getattr(self, name))
-        for name in ("beta1", "beta2", "final_lr_fraction"):
-            _within(name, getattr(self, name), 0.0, 1.0)
+        for name in ("beta1", "beta2"):
+            _momentum(name, getattr(self, name))
+        _within("final_lr_fraction", self.final_lr_fraction, 0.0, 1.0)
         _at_least("weight_decay", self.weight_decay, 0.0)
         _choice("dtype", self.dtype, DTYPES)
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r} is unknown; choose one of cpu, cuda, cuda:N")
-        _within("seed", self.seed, -(2**63), 2**63 - 1)
+        _within("seed", self.seed, *SEEDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +243,10 @@ class PosthocConfig:
 
     def __post_init__(self):
         for name in ("tokens", "batch_tokens", "eval_every", "patience", "max_steps"):
-            _at_least(name, getattr(self, name), 1)
+            _count(name, getattr(self, name))
         _positive("lr", self.lr)
+        _within("min_gain", self.min_gain, 0.0, 1.0)
+        _within("seed", self.seed, *SEEDS)
         _at_least("weight_decay", self.weight_decay, 0.0)
         if self.eval_every > self.max_steps:
             raise ConfigError(f"eval_every={self.eval_every} exceeds max_steps={self.max_steps}: the fit would end without one evaluation")
@@ -247,7 +265,7 @@ class LocalityConfig:
     fit: PosthocConfig = PosthocConfig()
 
     def __post_init__(self):
-        _at_least("segment", self.segment, 1)
+        _count("segment", self.segment)
         if not self.shares or any(not 0 < share <= 1 for share in self.shares) or len(set(self.shares)) != len(self.shares):
             raise ConfigError(f"shares={self.shares} must be distinct fractions of a layer's experts, above 0 and at most 1")
 

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from predmoe import sharding
 from predmoe.config import ConfigError, RunConfig
 from predmoe.evaluation import Accumulator, Heads, evaluate
+from predmoe.files import read_json, write_json
 from predmoe.model import MoEModel
 from predmoe.objectives import dispatches
 from predmoe.predictor import Predictor
-from predmoe.train import LOG_EVERY, Trainer, check_device, forward_terms, new_predictor, optimizer_of, read_json, write_json
+from predmoe.train import LOG_EVERY, Trainer, check_device, forward_terms, new_predictor, optimizer_of
 
 ENGINES = ("ddp", "fsdp", "hsdp")
 BUCKET_MB = {"cpu": 4, "cuda": 25}   # of gradients that are summed while the rest is computed

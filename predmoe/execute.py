@@ -188,8 +188,12 @@ def _without_hints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_kernel() -> Iterator[None]:
-    """Within, the kernel `python3` is this very interpreter: a kernelspec of our own goes before all that are registered."""
-    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"], "display_name": "Python 3", "language": "python"}
+    """Within, the kernel `python3` is this very interpreter: a kernelspec of our own goes before all that are registered.
+
+    The kernel keeps its own log to itself: it would tell of every interrupt, and of the client that went away with it, as errors of its own. What a
+    cell raises, and a kernel's death, come by other ways.
+    """
+    spec = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=CRITICAL"], "display_name": "Python 3", "language": "python"}
     before = os.environ.get("JUPYTER_PATH")
     with tempfile.TemporaryDirectory() as folder:
         kernel = Path(folder) / "kernels" / KERNEL

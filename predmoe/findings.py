@@ -89,7 +89,7 @@ def say_confirmed(effects: Sequence[Mapping], subject: str, quantity: str) -> st
     """`say_by_horizon` for a confirmatory family: what holds after Holm's correction, and apart from it what does not."""
     if effects[0]["p_holm"] is None:
         return say_by_horizon(effects, subject, quantity)
-    held = [e for e in effects if e["p_holm"] <= 0.05]
+    held = [e for e in effects if e["p_holm"] <= stats.SIGNIFICANCE]
     rest = [e for e in effects if e not in held]
     if not held or not rest:
         return say_by_horizon(effects, subject, quantity) + ("" if held else " None of it is established after Holm's correction.")

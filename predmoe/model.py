@@ -297,7 +297,10 @@ def olmoe_config(config: ModelConfig, dtype: torch.dtype = torch.float32) -> dic
 
 def model_config(olmoe: dict, source: str = "config.json") -> ModelConfig:
     """ModelConfig of an OLMoE config.json; anything that this decoder does not compute is refused by name."""
-    ours = olmoe.get("predmoe", {"routing": "topk", "early_by": 0})
+    ours, rope = olmoe.get("predmoe", {"routing": "topk", "early_by": 0}), olmoe.get("rope_parameters") or {}
+    for name, part in (("predmoe", ours), ("rope_parameters", rope)):
+        if not isinstance(part, dict):
+            raise ConfigError(f"{source}: {name} holds a {type(part).__name__}, it needs `name: value` entries")
     expected = "olmoe" if ours.get("routing") == "topk" else f"predmoe_{ours.get('routing')}"
     if olmoe.get("model_type") != expected:
         raise ConfigError(f"{source}: model_type={olmoe.get('model_type')!r} is not an OLMoE checkpoint")
@@ -311,10 +314,10 @@ def model_config(olmoe: dict, source: str = "config.json") -> ModelConfig:
             raise ConfigError(f"{source}: {name}={olmoe[name]!r} is not supported, only {value!r}")
     if olmoe.get("num_key_value_heads") not in (None, olmoe["num_attention_heads"]):
         raise ConfigError(f"{source}: grouped key-value heads are not supported")
-    rope = olmoe.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default" or olmoe.get("rope_scaling"):
         raise ConfigError(f"{source}: scaled rotary embeddings are not supported")
-    return build(ModelConfig, {
+    theta = rope.get("rope_theta", olmoe.get("rope_theta", 10000.0))
+    parameters = {
         "vocab_size": olmoe["vocab_size"],
         "hidden_size": olmoe["hidden_size"],
         "num_layers": olmoe["num_hidden_layers"],
@@ -324,11 +327,15 @@ def model_config(olmoe: dict, source: str = "config.json") -> ModelConfig:
         "top_k": olmoe["num_experts_per_tok"],
         "context": olmoe["max_position_embeddings"],
         "norm_topk_prob": olmoe["norm_topk_prob"],
-        "rope_theta": float(rope.get("rope_theta", olmoe.get("rope_theta", 10000.0))),
+        "rope_theta": theta,
         "rms_norm_eps": olmoe["rms_norm_eps"],
         "init_std": olmoe.get("initializer_range", 0.02),
         **ours,
-    })
+    }
+    try:
+        return build(ModelConfig, parameters)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def save_checkpoint(model: MoEModel, folder: str | Path) -> Path:
@@ -348,9 +355,20 @@ def save_checkpoint(model: MoEModel, folder: str | Path) -> Path:
 
 def _read_json(source: Path) -> dict:
     try:
-        return json.loads(source.read_text())
+        value = json.loads(source.read_text())
     except ValueError as error:
-        raise ConfigError(f"{source} is damaged, it is not JSON: {error}") from None
+        raise ConfigError(f"{source} is damaged, it is not JSON: {error}; copy the checkpoint again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{source} is damaged, it holds a {type(value).__name__} instead of an object; copy the checkpoint again")
+    return value
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index of shards names."""
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{index} is damaged, its weight_map does not name the checkpoint's files; copy the checkpoint again")
+    return sorted(set(names.values()))
 
 
 def find_checkpoint(folder: str | Path) -> tuple[ModelConfig, list[Path]]:
@@ -362,7 +380,7 @@ def find_checkpoint(folder: str | Path) -> tuple[ModelConfig, list[Path]]:
     config = model_config(_read_json(source), str(source))
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / names[0]).is_file():  # transformers takes the single file first, too
-        names = sorted(set(_read_json(index)["weight_map"].values()))
+        names = _shards(index)
     for name in names:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from . import config, execute, runs, studies
 from .model import count_parameters
+from .train import TIMING, read_json
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,12 @@ def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
     for source in sorted(store.glob("*/posthoc-*.json")):
         if source.name.endswith(".config.json"):
             continue
-        measured = json.loads(source.read_text())
-        run = config.build(config.RunConfig, measured["config"])
+        measured = runs.read_measurement(source, config.PosthocConfig)
+        run, seconds = config.build(config.RunConfig, measured["config"]), measured["seconds"]
+        if not all(isinstance(seconds.get(part), (int, float)) for part in ("train", "posthoc")):
+            raise config.ConfigError(f"{source} is damaged (it does not say how long training and measuring took); restore it from a copy, or remove it to measure the run again")
         tokens = run.train.steps * run.train.batch_size * run.model.context
-        found.setdefault(run.model, []).append((measured["seconds"]["train"] / tokens, measured["seconds"]["posthoc"]))
+        found.setdefault(run.model, []).append((seconds["train"] / tokens, seconds["posthoc"]))
     return {model: tuple(map(statistics.median, zip(*values))) for model, values in found.items()}
 
 
@@ -129,6 +131,6 @@ def _estimate(run: config.RunConfig, found: runs.Run, timings: dict, measurement
     per_token, measuring = timings[like]
     scale = active(run.model) / active(like)
     again = found.finished and not found.has_checkpoint
-    done = json.loads((found.path / "timing.json").read_text())["steps"] if (found.path / "timing.json").exists() and not again else 0
+    done = read_json(found.path / "timing.json", TIMING)["steps"] if (found.path / "timing.json").exists() and not again else 0
     tokens = (run.train.steps - done) * run.train.batch_size * run.model.context
     return scale * (per_token * tokens + measurements * measuring)

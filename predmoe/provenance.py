@@ -30,7 +30,7 @@ def capture() -> dict:
         "dirty": dirty,
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "hardware": {"cpu": _cpu_model(), "cores": _cores(), "memory_gb": _memory_gb(), "gpu": _gpu()},
+        "hardware": {"cpu": _cpu_model(), "instructions": _instructions(), "cores": _cores(), "memory_gb": _memory_gb(), "gpu": _gpu()},
         "threads": _threads(),
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -76,6 +76,12 @@ def _memory_gb() -> float:
 def _gpu() -> str | None:
     torch = sys.modules.get("torch")   # not imported for this alone: it takes seconds
     return torch.cuda.get_device_name(0) if torch and torch.cuda.is_available() else None
+
+
+def _instructions() -> str | None:
+    """The vector instructions that torch's own kernels take, on which the last bits of a result depend."""
+    torch = sys.modules.get("torch")
+    return torch.backends.cpu.get_cpu_capability() if torch else None
 
 
 def _threads() -> int:

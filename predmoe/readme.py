@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import budget, config, corpora, corpora_large, model, paths, results
 
 README = paths.ROOT / "README.md"
 DOCS = paths.ROOT / "docs" / "many_gpus.md"
+STEP_GOAL = 1.3   # times the speed of transformers' fastest implementation, set before it was measured
 BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
 
 
@@ -58,8 +60,39 @@ def findings(profile: str) -> str:
 
 def benchmarks() -> str:
     """The tables that the commands under benchmarks/ measured, each with the machine it ran on."""
-    parts = [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("*.json"))]
-    return "".join(f"\n{part['markdown'].strip()}\n" for part in parts) + "\n"
+    parts = {path.stem: _benchmark(path) for path in sorted(BENCHMARKS.glob("*.json"))}
+    goal = [step_goal(parts["train_step"]["tables"])] if "train_step" in parts else []
+    return "".join(f"\n{text.strip()}\n" for text in [*goal, *(part["markdown"] for part in parts.values())]) + "\n"
+
+
+def _benchmark(path: Path) -> dict:
+    """One command's numbers and the table that it made of them."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:   # JSON's and UTF-8's own errors are ValueErrors
+        found = error
+    if not isinstance(found, dict) or not isinstance(found.get("markdown"), str):
+        raise results.ResultError(f"{path} is damaged: run benchmarks/{path.stem}.py --json {path} again")
+    return found
+
+
+def step_goal(tables: Sequence[Mapping]) -> str:
+    """Whether the training step reaches its goal in every row of benchmarks/train_step.py, and how much of it are matrix products."""
+    ratios, shares = [], []
+    for table in tables:
+        speed = {row["name"]: row.get("tokens_per_second") for row in table["contenders"]}
+        profile = table["profiles"]["ours"]
+        ratios.append(speed["ours"] / speed[table["peer"]])
+        shares.append(profile["matrix products"] / sum(profile.values()))
+    reached = sum(ratio >= STEP_GOAL for ratio in ratios)
+    verdict = "and is" if reached == len(ratios) else "and is not" if not reached else f"and is in {reached} of {len(ratios)} rows"
+    return (f"The training step was meant to be {STEP_GOAL:g} times as fast as transformers' fastest implementation {verdict} ({_spread(ratios, '.2f')} times). "
+            f"Matrix products, which any implementation has to do, are {_spread([100 * share for share in shares], '.0f')}% of its time.")  # fmt: skip
+
+
+def _spread(values: Sequence[float], digits: str) -> str:
+    """The smallest and the largest of them, once where they are written alike."""
+    return " to ".join(dict.fromkeys(f"{value:{digits}}" for value in (min(values), max(values))))
 
 
 def sources(*, large: bool = False) -> str:

@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jinja2
@@ -58,17 +58,27 @@ def write(profile: str, failures: Mapping[str, str] = {}) -> Path:
 def _index(profile: str, executed: Mapping[str, Path], failures: Mapping[str, str]) -> dict:
     names = sorted({path.stem for path in paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")} | executed.keys())
     experiments = [{"name": name, "title": _title(name, executed), "state": _state(name, executed, failures)} for name in names]
-    claims, problem = [], None
-    try:
-        claims = results.load_claims(profile)
-    except results.ResultError as error:
-        problem = f"{str(error)[0].upper()}{str(error)[1:]}."
-    except json.JSONDecodeError as error:
-        problem = f"claims.json is damaged ({error}): run 00_report again."
+    claims, no_claims = _load(lambda: results.load_claims(profile), [])
+    there = (paths.outputs(profile) / "00_report" / "results.json").exists()
+    told, no_results = _load(lambda: results.load(profile, "00_report"), {}) if there else ({}, "")
+    problem = " ".join(filter(None, (no_claims, no_results)))
     if failures and claims:
-        problem = f"Not everything ran: {', '.join(failures)}. The claims below are those of the last complete report."
-    return {"claims": claims, "problem": problem, "figure": _summary(profile), "experiments": experiments, "pages": set(executed),
-            "ran": len(executed), "marks": MARKS}  # fmt: skip
+        problem = f"Not everything ran: {', '.join(failures)}. What stands below is of the last complete report."
+    return {"claims": claims, "problem": problem, "answers": [_sentence(text) for text in told.get("findings", [])], "figure": _summary(profile, told),
+            "experiments": experiments, "pages": set(executed), "ran": len(executed), "marks": MARKS}  # fmt: skip
+
+
+def _load(load: Callable, otherwise):
+    """What `load` gives and "", or `otherwise` and a sentence that says why it cannot be read."""
+    try:
+        return load(), ""
+    except results.ResultError as error:
+        return otherwise, f"{str(error)[0].upper()}{str(error)[1:]}."
+
+
+def _sentence(markdown: str) -> str:
+    """A finding of results.json, which has Markdown's emphasis, as HTML."""
+    return MarkdownWithMath(renderer=_Renderer([], escape=True)).render(markdown)
 
 
 def _title(name: str, executed: Mapping[str, Path]) -> str:
@@ -84,18 +94,19 @@ def _state(name: str, executed: Mapping[str, Path], failures: Mapping[str, str])
     if name not in executed:
         return "not run"
     record = executed[name].with_name("executed.json")
-    return f"executed in {json.loads(record.read_text())['seconds']:.0f} s" if record.exists() else "executed"
+    try:
+        return f"executed in {json.loads(record.read_text())['seconds']:.0f} s" if record.exists() else "executed"
+    except (ValueError, LookupError, TypeError):
+        return "executed (its executed.json is damaged: run it again)"
 
 
-def _summary(profile: str) -> dict | None:
-    """The summary figure of 00_report, inline, with its alternative text."""
+def _summary(profile: str, told: Mapping) -> dict | None:
+    """The summary figure of 00_report, inline, with its alternative text in `told`, its results.json."""
     folder = paths.outputs(profile) / "00_report"
     for name, kind in (("summary.svg", "image/svg+xml"), ("summary.png", "image/png")):
         if (source := folder / "figures" / name).exists():
-            described = {}
-            if (folder / "results.json").exists():
-                described = {f["name"]: f["alt"] for f in json.loads((folder / "results.json").read_text()).get("figures", [])}
-            alt = described.get("summary", "Summary of all experiments; the table of claims above has the numbers.")
+            described = {figure["name"]: figure["alt"] for figure in told.get("figures", [])}
+            alt = described.get("summary", "Summary of all experiments; the table of claims below has the numbers.")
             return {"source": f"data:{kind};base64,{base64.b64encode(source.read_bytes()).decode()}", "alt": alt}
     return None
 

@@ -185,10 +185,10 @@ def _schema(kind: str) -> dict:
     return json.loads((ASSETS / f"{kind}.schema.json").read_text())
 
 
-def _validate(value, kind: str, where: str) -> None:
+def _validate(value, kind: str, where: str, remedy: str = "") -> None:
     problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(_schema(kind)).iter_errors(value))
     if problem:
-        raise ResultError(f"{where}: {problem.json_path}: {problem.message[:300]}")
+        raise ResultError(f"{where}: {problem.json_path}: {problem.message[:300]}{remedy}")
 
 
 def _write_json(path: Path, value, kind: str) -> None:
@@ -201,11 +201,17 @@ def _write_json(path: Path, value, kind: str) -> None:
 
 
 def _read_json(path: Path, kind: str):
-    value = json.loads(path.read_text())
+    again = "run 00_report again" if kind == "claims" else "run the notebook again"
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:   # JSON's and UTF-8's own errors are ValueErrors
+        raise ResultError(f"{path.name} of {path.parent.name} is damaged ({error}): {again}") from None
+    if not isinstance(value, list if kind == "claims" else dict):
+        raise ResultError(f"{path.name} of {path.parent.name} is damaged (it holds a {type(value).__name__}): {again}")
     if kind == "results" and value.get("schema_version") != SCHEMA_VERSION:
         found = value.get("schema_version", "none")
         raise ResultError(f"{path.name} of {path.parent.name} has schema version {found}, this code reads {SCHEMA_VERSION}: run the notebook again")
-    _validate(value, kind, f"{path.name} of {path.parent.name}")
+    _validate(value, kind, f"{path.name} of {path.parent.name}", f"; {again}")
     return value
 
 

@@ -28,6 +28,24 @@ REPORT_SECONDS = 20.0
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 
+# What is read of a measurement, with its type. A file that lacks any of it is damaged.
+_NUMBER = (int, float)
+MEASURED = {
+    PosthocConfig: dict.fromkeys(("hit", "exact_set", "margin_over_token_id", "hit_per_layer", "static_hit", "token_id_hit", "documents", "curves", "converged", "config",
+                                  "seconds", "parameters", "terms_nats", "provenance"), dict)
+    | dict.fromkeys(("val_loss", "router_entropy", "router_entropy_fraction", "top_k_mass", "load_entropy", "largest_load", "dead_experts", "reuse", "hidden_cosine",
+                     "lambda_pred", "tokens_per_second"), _NUMBER) | {"config_hash": str, "seed": int},
+    LocalityConfig: dict.fromkeys(("slots", "lru", "belady", "next_token", "pre_attention", "converged"), dict)
+    | dict.fromkeys(("tokens", "reuse", "switch_rate", "srp", "srp_size", "sch", "sch_global"), _NUMBER),
+}  # fmt: skip
+
+
+def same_bits() -> dict[str, str]:
+    """What a child process is told so that processors with and without AVX-512 give the same bits: torch takes AVX2 kernels on both."""
+    info = Path("/proc/cpuinfo")
+    return {"ATEN_CPU_CAPABILITY": "avx2"} if info.exists() and " avx2 " in info.read_text() else {}
+
+
 class RunFailed(RuntimeError):
     """A child process ended with an error; the message has its last words and where its log lies."""
 
@@ -52,8 +70,9 @@ class Run:
         return read_lines(self.path / "metrics.jsonl")
 
     def measurement(self, how: PosthocConfig | LocalityConfig) -> dict | None:
+        """The measurement, or None where there is none. Raises ConfigError where its file is damaged."""
         source = self.path / f"{measurement_name(how)}.json"
-        return read_json(source) if source.exists() else None
+        return read_measurement(source, type(how)) if source.exists() else None
 
     def has_heads(self, posthoc: PosthocConfig) -> bool:
         """Whether the checkpoint and the post-hoc heads of a measurement are there: a clone of a repository has neither."""
@@ -67,6 +86,11 @@ def posthoc_name(posthoc: PosthocConfig) -> str:
 def measurement_name(how: PosthocConfig | LocalityConfig) -> str:
     """A measurement's address: its kind and the hash of its configuration."""
     return posthoc_name(how) if isinstance(how, PosthocConfig) else f"locality-{stable_hash(how)}"
+
+
+def read_measurement(source: Path, kind: type[PosthocConfig] | type[LocalityConfig]) -> dict:
+    """A measurement's file. Raises ConfigError where it is damaged."""
+    return read_json(source, MEASURED[kind], remedy="remove it to measure the run again")
 
 
 def default_store(profile: str) -> Path:
@@ -119,7 +143,7 @@ def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, prof
 
     With `locality` each has the second measurement as well, under that name. A measurement that is there needs no checkpoint:
     a fresh clone reads the committed ones. One that is missing where the checkpoint is gone, as in a clone, is reported and the
-    run trained again, to the same bits; the measurements that are there stay. Raises RunFailed when a child fails, after the
+    run trained again, to the same bits; the measurements that are there stay (where a machine gives other bits, all are made anew). Raises RunFailed when a child fails, after the
     others have ended; what they finished stays.
     """
     store = Path(store) if store else default_store(profile)
@@ -133,8 +157,19 @@ def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, prof
 def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]], *, store: Path, parallel: int, report=print, **how_many) -> None:
     """Train and measure what is missing of the `wanted` measurements of each run, in this order; errors as `get_or_measure`.
 
-    `how_many`: nproc and engine as `get_or_train` takes them, and further options of the worker.
+    `how_many`: nproc and engine as `get_or_train` takes them, and further options of the worker; one of them may let a run pause.
     """
+    jobs = _missing(wanted, store)
+    if again := [describe(run.config) for run, _ in jobs if run.finished and not run.has_checkpoint]:
+        report(f"{len(again)} finished runs have no checkpoint here, and a measurement that is missing needs one, so they are trained again: {'; '.join(again)}")
+    _work(jobs, parallel=parallel, report=report, **how_many)
+    if discarded := [job for job in _missing(wanted, store) if job[0].finished]:
+        report(f"trained again to other bits, on another kind of machine, so all their measurements are made anew: {'; '.join(describe(run.config) for run, _ in discarded)}")
+        _work(discarded, parallel=parallel, report=report, **how_many)
+
+
+def _missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]], store: Path) -> list[tuple[Run, list[PosthocConfig | LocalityConfig]]]:
+    """Each run that lacks one of its measurements, once, with those that it lacks; their descriptions are written for the child."""
     jobs: dict[Path, tuple[Run, list]] = {}
     for config, measurements in wanted:
         run = open_run(config, store)
@@ -142,9 +177,7 @@ def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | L
             jobs[run.path] = run, missing
             for how in missing:
                 write_json(run.path / f"{measurement_name(how)}.config.json", to_dict(how))
-    if again := [describe(run.config) for run, _ in jobs.values() if run.finished and not run.has_checkpoint]:
-        report(f"{len(again)} finished runs have no checkpoint here, and a measurement that is missing needs one, so they are trained again: {'; '.join(again)}")
-    _work(list(jobs.values()), parallel=parallel, report=report, **how_many)
+    return list(jobs.values())
 
 
 def _work(jobs: list[tuple[Run, list[PosthocConfig | LocalityConfig]]], *, parallel: int, report, **how_many) -> None:
@@ -184,7 +217,7 @@ def _start(run: Run, measurements: list[PosthocConfig | LocalityConfig], *, npro
     for how in measurements:
         command += ["--posthoc" if isinstance(how, PosthocConfig) else "--locality", measurement_name(how)]
     command += options
-    environment = KEEP_MEMORY | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    environment = KEEP_MEMORY | same_bits() | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     with open(run.path / "log.txt", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from predmoe.files import read_json, write_json
+
 POINTER = "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def saved(folder: Path) -> dict | None:
     """What state.json says: the folder's name, step, seconds and the log's bytes. None where there is none."""
-    from predmoe.train import read_json
-
     source = Path(folder) / POINTER
     return read_json(source) if source.exists() else None
 
@@ -60,8 +60,6 @@ def save(trainer, *, leader: bool) -> None:
     except dcp.api.CheckpointException as error:   # no ordinary Exception: it holds those of every process
         raise RuntimeError((str(error).strip().splitlines() or [type(error).__name__])[-1][:200]) from error
     if leader:
-        from predmoe.train import write_json
-
         with open(log, "rb") as file:   # on the disk before a checkpoint that counts on its bytes
             os.fsync(file.fileno())
         write_json(folder / POINTER, {"folder": name, "step": trainer.step, "seconds": trainer.seconds, "log_bytes": log.stat().st_size})

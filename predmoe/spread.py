@@ -14,7 +14,7 @@ import pandas as pd
 import scipy.stats
 from scipy.special import ndtr
 
-from . import experiments, results
+from . import experiments, results, stats
 from .findings import _seeds
 from .plots import PREDICTORS
 
@@ -35,7 +35,7 @@ def std_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return std, low, high
 
 
-def power(effect: float, std: float, n: int, *, groups: int = 1, level: float = 0.05) -> float:
+def power(effect: float, std: float, n: int, *, groups: int = 1, level: float = stats.SIGNIFICANCE) -> float:
     """Chance that a two-sided t test finds a true mean difference `effect` (Cohen, Statistical Power Analysis, 1988), to five digits.
 
     groups=1: n paired differences of standard deviation `std`; groups=2: two independent groups of n values each, `std` that of a value.

@@ -18,6 +18,7 @@ import scipy.stats
 
 REPLICATED, PARTLY, NOT_REPLICATED, NOT_TESTED = "replicated", "partly", "not replicated", "not tested"
 NOTHING_EXCLUDED = "no interval excludes zero"
+SIGNIFICANCE = 0.05      # of every test: a p value, corrected where there are several, at or below it establishes an effect
 LEAST_SEEDS = 3          # below this a claim is "not tested": two seeds give a t interval of 9 standard deviations
 MAGNITUDE_FACTOR = 2.0   # a mean within [1/2, 2] times the reference's has its size
 
@@ -149,7 +150,7 @@ def verdict(effects: Sequence[Effect], expected: Sequence[float | str]) -> Verdi
         if not off:
             return Verdict(REPLICATED, "every interval excludes zero on the reference's side" + _and_size(expected))
         return Verdict(PARTLY, "every interval excludes zero on the reference's side, but the size differs more than twofold: " + "; ".join(off))
-    corrected = [ok and p <= 0.05 for ok, p in zip(established, holm([effect.p for effect in effects]))]
+    corrected = [ok and p <= SIGNIFICANCE for ok, p in zip(established, holm([effect.p for effect in effects]))]
     if any(corrected):
         held = [effect.name for effect, ok in zip(effects, corrected) if ok]
         return Verdict(PARTLY, "established (Holm-corrected) only for " + "; ".join(held))

@@ -10,11 +10,11 @@ What a run writes into its folder:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import pickle
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +28,7 @@ from predmoe.config import ConfigError, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe import gpu, sharding
 from predmoe.evaluation import Heads, evaluate
+from predmoe.files import read_json, read_lines, write_json  # noqa: F401  read_lines for those who read runs
 from predmoe.loader import Loader
 from predmoe.model import MoEModel, save_checkpoint
 from predmoe.objectives import stack, terms
@@ -36,41 +37,12 @@ from predmoe.token_table import TokenTable
 
 LOG_EVERY = 25  # steps
 CHECKPOINT_SECONDS = 60.0
+TIMING = {"steps": int, "seconds": (int, float), "tokens_per_second": (int, float)}   # what timing.json holds
 BEGIN_ANEW = "restore it from a copy, or remove it to train the run from its start"
 
 
 class TrainingError(RuntimeError):
     """A run that cannot go on; the message says at which step and why."""
-
-
-def write_json(path: Path, value) -> None:
-    """Replace `path` by `value` as JSON, whole or not at all; several processes may do so at a time."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
-    try:
-        partial.write_text(json.dumps(value, indent=1) + "\n")
-        partial.replace(path)
-    except OSError as error:  # of a failed write, which does not say of which file
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def read_json(path: Path):
-    """What `write_json` wrote. Raises ConfigError where the file is damaged."""
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:  # JSON's and UTF-8's own errors are ValueErrors
-        raise ConfigError(f"{path} is damaged ({error}); restore it from a copy, or remove the folder {path.parent} to make it again") from None
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl. Raises ConfigError with the number of the first that is damaged."""
-    lines = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            raise ConfigError(f"{path}, line {number} is damaged; restore the file from a copy, or remove the folder {path.parent} to train the run again") from None
-    return lines
 
 
 def learning_rate(config, step: int) -> float:
@@ -374,7 +346,9 @@ class Trainer:
                     (checkpoint / "predictor.partial").replace(checkpoint / "predictor.safetensors")
                 save_checkpoint(model, checkpoint)
                 write_json(self.folder / "timing.json", self.timing())
-                write_json(self.folder / "finished.json", {"val_loss": result["val_loss"], "data_hash": self.tokens.hash})
+                finished = {"val_loss": result["val_loss"], "data_hash": self.tokens.hash, "weights": weights_hash(checkpoint)}
+                self._discard_other(finished)
+                write_json(self.folder / "finished.json", finished)
             except Exception:
                 for partial in checkpoint.glob("*.partial"):
                     partial.unlink()
@@ -387,6 +361,22 @@ class Trainer:
     def whole(self) -> tuple[MoEModel, Predictor | None]:
         """Model and heads, undivided."""
         return self.model, self.predictor
+
+    def _discard_other(self, finished: dict) -> None:
+        """Remove measurements of other weights: those of an earlier training of this run that ended otherwise, on another kind of machine."""
+        source = self.folder / "finished.json"
+        known = read_json(source, {"val_loss": (int, float)}, remedy="remove it") if source.exists() else finished
+        if all(known.get(name, value) == value for name, value in finished.items()):
+            return
+        for described in self.folder.glob("*.config.json"):
+            described.with_name(described.name.replace(".config.json", ".json")).unlink(missing_ok=True)
+        self.progress(f"trained to other bits than before (held-out loss {finished['val_loss']:.6f}, was {known['val_loss']:.6f}), so its measurements are made anew")
+
+
+def weights_hash(checkpoint: Path) -> str:
+    """12 hex digits that name the weights of a checkpoint."""
+    with open(checkpoint / "model.safetensors", "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def load_predictor(folder: Path, config: RunConfig) -> Predictor | None:

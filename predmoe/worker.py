@@ -21,7 +21,7 @@ from predmoe.data import prepare
 from predmoe.locking import FolderLock, describe
 from predmoe.model import load_checkpoint
 from predmoe.posthoc import heads_file, measure
-from predmoe.train import CHECKPOINT_SECONDS, Trainer, TrainingError, check_device, is_complete, load_predictor, read_json, read_lines, write_json
+from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, is_complete, load_predictor, read_json, read_lines, weights_hash, write_json
 
 
 def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, pause_after: float | None = None, team=None, engine: str = "ddp",
@@ -49,7 +49,7 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
     check_device(config.train.device)
     torch.set_num_threads(config.train.threads)
     # Read before the fit, which takes minutes: a damaged file stops it at once.
-    timing, trained_by = read_json(folder / "timing.json"), read_json(folder / "provenance.json")
+    timing, trained_by = read_json(folder / "timing.json", TIMING), read_json(folder / "provenance.json")
     terms = [line["terms"] for line in read_lines(folder / "metrics.jsonl") if "terms" in line]
     if not terms:
         raise ConfigError(f"{folder / 'metrics.jsonl'} has no training step; restore it from a copy, or remove the folder {folder} to train the run again")
@@ -59,6 +59,7 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
     result["terms_nats"] = terms[-1]
     result["seconds"]["train"] = timing["seconds"]
     result["tokens_per_second"] = timing["tokens_per_second"]
+    result["weights"] = weights_hash(folder / "checkpoint")
     result["provenance"] = trained_by
     result["measured_by"] = provenance.capture()
     for kind, predictor in fitted.items():
@@ -79,7 +80,7 @@ def measure_locality_of(folder: Path, config: RunConfig, how: LocalityConfig, ta
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
     cotrained = load_predictor(folder / "checkpoint", config)
     result = measure_locality.measure(model, cotrained, config, prepare(config.data), how, progress=progress)
-    write_json(target, result | {"provenance": read_json(folder / "provenance.json"), "measured_by": provenance.capture()})
+    write_json(target, result | {"weights": weights_hash(folder / "checkpoint"), "provenance": read_json(folder / "provenance.json"), "measured_by": provenance.capture()})
 
 
 def main(arguments: list[str] | None = None) -> int:

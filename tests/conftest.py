@@ -1,4 +1,6 @@
-"""Shared by the tests: a small repository of notebooks to run in, and where the public traces lie."""
+"""Shared by the tests: a small repository of notebooks to run in, where the public traces lie, corpora, and children that only seem to train.
+
+What loads torch is imported where it is needed: many tests do without. Helpers that are no fixtures are in the modules beside this one."""
 
 import os
 import textwrap
@@ -37,3 +39,58 @@ def house(tmp_path, monkeypatch):
         (folder / f"{profile}.yaml").write_text(textwrap.dedent(text))
 
     return SimpleNamespace(notebook=notebook, params=params, root=tmp_path, outputs=tmp_path / "outputs")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A corpus whose token files lie in a temporary cache, for child processes as well."""
+    from tiny_runs import write_corpus
+
+    folder = tmp_path_factory.mktemp("corpus")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREDMOE_CACHE", str(folder / "cache"))
+        yield write_corpus(folder / "text")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An untrained model as a finished run of a small corpus, and that corpus's tokens."""
+    from tiny_backbone import finished_run
+
+    return finished_run(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def one_thread():
+    """What a run sets of torch's threads is set back."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_children(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a child process was started")
+
+    from predmoe import runs
+
+    monkeypatch.setattr(runs.subprocess, "Popen", refuse)
+
+
+@pytest.fixture
+def stand_in(monkeypatch, tmp_path):
+    """Children that run this shell script instead of the worker: $run is the folder, $name the measurement."""
+
+    from predmoe import runs
+
+    def script(text):
+        path = tmp_path / "stand-in.sh"
+        path.write_text(f'#!/bin/sh\nrun=$3; name=$5; events={tmp_path}/events\n{text}\n')
+        path.chmod(0o755)
+        monkeypatch.setattr(runs.sys, "executable", str(path))
+
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.01)
+    return script

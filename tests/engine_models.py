@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
-from test_model import lively, tokens_of
+from tiny_models import lively, tokens_of
 
 from predmoe.config import PredictorConfig
 from predmoe.engine import Engine, export

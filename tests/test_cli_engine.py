@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
+from commands import refused
 from engine_models import heads, house
 from storage_double import EIO, Faulty
-from test_cli_traces import refused
-from test_model import lively
+from tiny_models import lively
 
 from predmoe import cli, traces
 from predmoe.data import load_tokenizer

@@ -1,29 +1,23 @@
 """`predmoe trace` and `predmoe simulate`: what they print and write, and one clear sentence for whatever is wrong."""
 
-import dataclasses
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from test_traces import META, ROUTE, skewed
+from commands import refused
+from tiny_traces import ROUTE, sound
 
-from predmoe import cli, traces
+from predmoe import cli, cli_traces, traces
 from predmoe.simulator import Cache, Compute, Disk, Prefetch, replay
-from predmoe.traces import Prediction, build
+from predmoe.traces import Prediction
 
 LINES = '{"tok": 1, "layers": [[0, 3], [1, 2]]}\n{"tok": 2, "layers": [[0, 1], [3, 2]]}\n'
-
-
-def sound(n=40, **changes):
-    """A trace of 3 layers x 8 experts, top-2, with a predictor at horizons 1 and 2."""
-    rng = np.random.default_rng(0)
-    guess = lambda h: Prediction(h, np.stack([np.stack([rng.permutation(8)[:4] for _ in range(3)]) for _ in range(n)]), np.tile([0.4, 0.3, 0.2, 0.1], (n, 3, 1)))  # noqa: E731
-    trace = build(META, skewed(rng, n), weights_NLK=np.full((n, 3, 2), 0.5), predictions=[("linear", guess(1)), ("linear", guess(2))])
-    return dataclasses.replace(trace, **changes)
 
 
 @pytest.fixture
@@ -31,14 +25,6 @@ def file(tmp_path):
     path = tmp_path / "t.trace"
     traces.save(sound(), path)
     return path
-
-
-def refused(capsys, arguments, said):
-    """Exit code 2 and one line on stderr that says it, nothing on stdout."""
-    assert cli.main([str(argument) for argument in arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("predmoe: ") and printed.err.count("\n") == 1, printed
-    assert said in printed.err
 
 
 # --- import, check, info ----------------------------------------------------------------------------------------------
@@ -130,10 +116,10 @@ def test_files_that_are_no_text_or_not_there_are_refused(tmp_path, capsys):
     refused(capsys, ["trace", "import", tmp_path, tmp_path / "o"], "Is a directory")
     path.write_text(ROUTE)
     refused(capsys, ["trace", "import", path, tmp_path / "nowhere" / "o"], "nowhere: no such folder to write o in")
-    refused(capsys, ["trace", "import", path, tmp_path], "Is a directory")
+    refused(capsys, ["trace", "import", path, tmp_path], "is a folder; name a file to write")
     refused(capsys, ["trace", "import", path, tmp_path / "o", "--num-experts", 4], "the format route takes no num_experts; it takes source, domain, on_policy")
     refused(capsys, ["trace", "import", path, tmp_path / "o", "--format", "colibri"], "the format colibri does not say num_experts: give it")
-    refused(capsys, ["trace", "import", path, path], "would overwrite the file it is read from")
+    refused(capsys, ["trace", "import", path, path], "would overwrite a file that the same command reads")
     assert path.read_text() == ROUTE
     refused(capsys, ["trace", "import", path, tmp_path / "o", "--format", "gguf"], "unknown format 'gguf'; it must be one of route, tokens")
 
@@ -256,6 +242,8 @@ def test_simulate_is_a_grid_of_replays_as_table_csv_and_json(file, tmp_path, cap
     (["--slots", 4, "--warmup", "-1"], "warmup=-1 must leave some"),
     (["--slots", 4, "--workers", 0], "workers=0: a sweep needs at least one"),
     (["--slots", 4, "--csv", "/nowhere/t.csv"], "/nowhere: no such folder to write t.csv in"),
+    (["--slots", 4, "--joules-per-gb", "-1"], "joules_per_gb=-1.0 must be a number of at least 0"),
+    (["--slots", 4, "--joules-per-gb", "inf"], "joules_per_gb=inf must be a number of at least 0"),
 ])
 def test_a_simulation_that_cannot_be_run_is_one_sentence(file, capsys, options, said):
     refused(capsys, ["simulate", file, "--quiet", *options], said)
@@ -287,6 +275,52 @@ def test_a_prefetch_that_issues_nothing_is_one_line_of_warning(file, capsys):
     assert cli.main(["simulate", str(file), "--slots", "6", "8", "--predictor", "linear", "--threshold", "0.99", "--quiet"]) == 0
     printed = capsys.readouterr()
     assert printed.err == "predmoe: warning: prefetch is on (linear) but nothing was issued\n" and printed.out.count("\n") == 3
+
+
+def test_energy_is_what_the_read_bytes_cost(file, tmp_path, capsys):
+    out = tmp_path / "t.csv"
+    assert cli.main(["simulate", str(file), "--slots", "6", "--joules-per-gb", "2.5", "--csv", str(out), "--quiet"]) == 0
+    assert capsys.readouterr().out.split("\n")[0].split()[-1] == "energy_j"
+    table, trace = pd.read_csv(out), traces.load(file)
+    outcome = replay(trace, Cache(slots=6), Disk())
+    assert table.energy_j[0] == pytest.approx(2.5e-9 * outcome.read_bytes / trace.num_tokens) and (table.energy_j > 0).all()
+    assert table.energy_j.to_numpy() == pytest.approx(2.5e-3 * (table.demand_mb + table.prefetch_mb).to_numpy())
+
+
+@pytest.mark.parametrize("option", ["--csv", "--json"])
+def test_a_table_that_cannot_be_written_is_told_before_the_work(file, tmp_path, capsys, monkeypatch, option):
+    monkeypatch.setattr("predmoe.simulator.sweep", lambda *_, **__: pytest.fail("it works"))
+    ask = lambda out, said: refused(capsys, ["simulate", file, "--slots", 6, "--quiet", option, out], said)  # noqa: E731
+    ask(tmp_path, f"{tmp_path} is a folder; name a file to write")
+    ask(file, "would overwrite a file that the same command reads")
+    ask(tmp_path / ("x" * 300), "cannot be written: File name too long")
+    ask("/proc/t", "cannot be written")
+    refused(capsys, ["simulate", file, "--slots", 6, "--quiet", "--csv", tmp_path / "t", "--json", tmp_path / "t"], "would overwrite")
+    before = file.read_bytes()
+    assert sorted(tmp_path.iterdir()) == [file] and file.read_bytes() == before
+
+
+def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path):
+    (tmp_path / "old").write_text("kept")
+    cli_traces.may_write(tmp_path / "old", tmp_path / "new", None, Path("/dev/null"), Path("/dev/null"))
+    assert (tmp_path / "old").read_text() == "kept" and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("compiled, quiet, told", [(True, False, 0), (False, False, 1), (False, True, 0)])
+def test_a_first_simulation_says_that_it_compiles(file, capsys, monkeypatch, compiled, quiet, told):
+    monkeypatch.setattr("predmoe.simulator.is_compiled", lambda: compiled)
+    assert cli.main(["simulate", str(file), "--slots", "6", *["--quiet"] * quiet]) == 0
+    assert capsys.readouterr().err.count("predmoe: compiling the simulator") == told
+
+
+def test_machine_code_that_is_there_is_found(tmp_path):
+    """In another process, whose cache folder is empty: not there, and after the first replay there, for the next process as well."""
+    ask = ("from predmoe import simulator, traces; import numpy as np; before = simulator.is_compiled(); "
+           "simulator.count_keys(np.array([1, 2]), 1); print(before, simulator.jit.is_compiled(simulator.counting._lru_misses))")  # fmt: skip
+    first = "from predmoe.simulator import counting, jit; print(jit.is_compiled(counting._lru_misses))"
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    said = [subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, check=True).stdout.split() for text in (first, ask, first)]
+    assert said == [["False"], ["False", "True"], ["True"]]
 
 
 def test_simulate_shows_its_progress(file, capsys):

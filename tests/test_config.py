@@ -5,8 +5,9 @@ import json
 
 import pytest
 
+from predmoe import paths
 from predmoe.config import (
-    TIERS, ConfigError, DataConfig, ModelConfig, ObjectiveConfig, PosthocConfig, PredictorConfig, RunConfig, TrainConfig, build, later, stable_hash,
+    TIERS, ConfigError, DataConfig, LocalityConfig, ModelConfig, ObjectiveConfig, PosthocConfig, PredictorConfig, RunConfig, TrainConfig, build, later, stable_hash,
     tier, to_dict,
 )
 
@@ -61,7 +62,12 @@ def test_a_section_that_is_no_mapping_is_refused():
         ("train", {"lr": 0}, ("lr=0.0", "positive")),
         ("train", {"lr": "3e-4"}, ("lr='3e-4'", "str")),
         ("train", {"grad_clip": 0.0}, ("grad_clip=0.0", "positive")),
-        ("train", {"beta2": 1.5}, ("beta2=1.5", "0.0..1.0")),
+        ("train", {"beta2": 1.5}, ("beta2=1.5", "at least 0 and below 1")),
+        ("train", {"beta1": 1.0}, ("beta1=1.0", "below 1")),
+        ("train", {"beta1": -0.1}, ("beta1=-0.1", "at least 0")),
+        ("train", {"final_lr_fraction": 1.1}, ("final_lr_fraction=1.1", "0.0..1.0")),
+        ("train", {"warmup_steps": -1}, ("warmup_steps=-1", "at least 0")),
+        ("train", {"threads": 10**6}, ("threads=1000000", "at most 4096")),
         ("train", {"weight_decay": -0.1}, ("weight_decay=-0.1",)),
         ("train", {"seed": "0"}, ("seed='0'", "str")),
         ("train", {"device": "tpu"}, ("'tpu'", "cpu, cuda")),
@@ -86,10 +92,27 @@ def test_a_section_that_is_no_mapping_is_refused():
         ("predictor", {"next_token": 1}, ("next_token=1", "is int, not bool")),
         ("objective", {"lambda_lookup": -0.1}, ("lambda_lookup=-0.1", "at least 0")),
         ("data", {"heldout_tokens": 0}, ("heldout_tokens=0",)),
+        ("model", {"rope_theta": 0}, ("rope_theta=0.0", "positive")),
+        ("model", {"rope_theta": -1.0}, ("rope_theta=-1.0", "positive")),
+        ("model", {"rms_norm_eps": 0.0}, ("rms_norm_eps=0.0", "positive")),
+        ("model", {"init_std": -0.02}, ("init_std=-0.02", "positive")),
     ],
 )
 def test_nonsense_is_refused_by_name(section, change, words):
     refused(lambda: tier("smoke", **{section: change}), *words)
+
+
+SECTIONS = [TIERS["smoke"].model, TIERS["smoke"].train, ObjectiveConfig(), DataConfig(), PosthocConfig(), LocalityConfig()]
+FIELDS = [(section, f.name) for section in SECTIONS for f in dataclasses.fields(section) if type(getattr(section, f.name)) in (int, float)]
+
+
+@pytest.mark.parametrize("section, name", FIELDS, ids=lambda value: value if isinstance(value, str) else type(value).__name__)
+def test_no_number_is_without_bounds(section, name):
+    """Whatever is added: neither endless nor undefined where a fraction is taken, nor beyond all memory where things are counted."""
+    fractions = isinstance(getattr(section, name), float)
+    for value in (float("inf"), float("-inf"), float("nan")) if fractions else (10**30, -(10**30)):
+        with pytest.raises(ConfigError, match=f"{name}="):
+            dataclasses.replace(section, **{name: value})
 
 
 def test_a_missing_parameter_is_named():
@@ -141,6 +164,19 @@ def test_a_tier_changes_only_what_is_asked():
 def test_the_addresses_of_the_tiers_do_not_move(name):
     baseline, joint = tier(name), tier(name, objective={"lambda_pred": 0.3})
     assert (baseline.hash, joint.hash, stable_hash(TIERS[name].posthoc)) == GOLDEN[name]
+
+
+COMMITTED = sorted((paths.ROOT / "outputs").glob("*/runs/*/config.json"))
+
+
+@pytest.mark.skipif(not COMMITTED, reason="no run is committed")
+def test_every_committed_run_is_still_at_its_address():
+    """Rules added later refuse none of them and move none."""
+    for path in COMMITTED:
+        assert build(RunConfig, json.loads(path.read_text())).hash == path.parent.name
+    for kind, cls in (("posthoc", PosthocConfig), ("locality", LocalityConfig)):
+        for path in (paths.ROOT / "outputs").glob(f"*/runs/*/{kind}-*.config.json"):
+            assert f"{kind}-{stable_hash(build(cls, json.loads(path.read_text())))}.config.json" == path.name
 
 
 def with_later(cls, value=1.5):

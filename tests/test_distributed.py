@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from team import together
-from test_train import JOINT, finished, folder_of, lines, results, tiny, write_corpus
+from tiny_runs import JOINT, finished, folder_of, lines, results, tiny
 
 from predmoe import runs, sharding, worker
 from predmoe.config import ConfigError, DataConfig, to_dict
@@ -24,14 +24,6 @@ from predmoe.model import load_checkpoint
 from predmoe.train import Trainer, TrainingError, load_predictor, write_json
 
 STEPS = 50
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREDMOE_CACHE", str(folder / "cache"))
-        yield write_corpus(folder / "text")
 
 
 @pytest.fixture(autouse=True)

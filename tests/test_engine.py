@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_models import B, NEW, P, house, opened
-from test_model import their_model
+from tiny_models import their_model
 
 from predmoe.config import ConfigError
 from predmoe.engine import Engine, export, foresight
@@ -123,7 +123,7 @@ def test_rounded_experts_are_the_stored_models(tmp_path, dtype):
 def test_other_kinds_of_routing(tmp_path, routing):
     from engine_models import resident_tokens
     from predmoe.model import save_checkpoint
-    from test_model import lively, tokens_of
+    from tiny_models import lively, tokens_of
 
     model = lively(**routing)
     prompts = tokens_of(model, B=2, T=4).tolist()
@@ -274,7 +274,7 @@ def test_settings_that_cannot_be(settings, message):
 
 
 def test_a_future_of_another_shape_is_refused():
-    from test_cli_traces import sound
+    from tiny_traces import sound
 
     with pytest.raises(TraceError, match="the trace is of 3 layers of 8 experts, top-2, the model 'checkpoint' is not"):
         opened(house().folder, prefetch=Prefetch(source="oracle"), future=sound())

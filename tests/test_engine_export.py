@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_model import lively, their_model
+from tiny_models import lively, their_model
 
 from predmoe.config import ConfigError, PredictorConfig
 from predmoe.engine import export, load_manifest

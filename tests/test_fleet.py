@@ -12,18 +12,17 @@ from pathlib import Path
 
 import pytest
 from team import CONTEXT
-from test_runs import POSTHOC
-from test_train import finished, results, tiny, write_corpus
+from tiny_runs import POSTHOC, finished, results, stored, tiny
 
 from predmoe import cli, fleet, runs
 from predmoe.config import tier
 
 # A run's child process in small: it holds the run's lock, takes its time and leaves a measurement; witness says who did what.
 CHILD = """
-import json, os, random, sys, time
+import os, random, sys, time
 from pathlib import Path
 from predmoe.locking import FolderLock
-folder, name = Path(sys.argv[1]), sys.argv[2]
+folder, measured, name = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 def say(word):
     with open(folder.parent / "witness", "a") as file:
         file.write(f"{word} {folder.name}\\n")
@@ -34,23 +33,15 @@ with FolderLock(folder, poll_seconds=0.01):
         if (folder / "broken").exists():
             sys.exit("a broken run")
         partial = folder / f"{os.getpid()}.partial"
-        partial.write_text(json.dumps({"by": os.getpid()}))
+        partial.write_text(measured)
         say("end")
         partial.replace(folder / f"{name}.json")
 """
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREDMOE_CACHE", str(folder / "cache"))
-        yield write_corpus(folder / "text")
-
-
 def small(run, measurements, **_):
     log = open(run.path / "log.txt", "a")
-    return subprocess.Popen([sys.executable, "-c", CHILD, str(run.path), *map(runs.measurement_name, measurements)], stdout=log, stderr=log)
+    return subprocess.Popen([sys.executable, "-c", CHILD, str(run.path), stored(), *map(runs.measurement_name, measurements)], stdout=log, stderr=log)
 
 
 def worker(environment, path, wanted, store, start, options):

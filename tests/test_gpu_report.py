@@ -4,20 +4,12 @@ import json
 
 import pytest
 import torch
-from test_train import tiny, write_corpus
+from tiny_runs import tiny
 
 from predmoe import cli, gpu_report, runs, throughput, traces
 from predmoe.config import ConfigError, to_dict
 
 POSTHOC = {"tokens": 512, "batch_tokens": 128, "eval_every": 10, "max_steps": 40, "patience": 1}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREDMOE_CACHE", str(folder / "cache"))
-        yield write_corpus(folder / "text")
 
 
 def changes(corpus, **training) -> dict:

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_posthoc import E, K, L, SHAPE, T, finished, heads_of, windows_of  # noqa: F401 (a fixture)
-from test_runs import POSTHOC, clone, corpus, no_children, stand_in  # noqa: F401 (fixtures)
-from test_train import tiny
+from tiny_backbone import E, K, L, SHAPE, T, heads_of, windows_of
+from tiny_runs import POSTHOC, clone, stored, tiny
 
 from predmoe import measure_locality, runs
 from predmoe.config import ConfigError, LocalityConfig, PosthocConfig, PredictorConfig, stable_hash
@@ -112,7 +111,7 @@ def test_experts_that_follow_from_the_token_before_are_found():
 
 # --- the whole of it -------------------------------------------------------------------------------------------------------
 
-def test_a_measurement_says_what_was_asked_for(finished):  # noqa: F811
+def test_a_measurement_says_what_was_asked_for(finished):
     run, tokens = finished
     heads = Predictor(PredictorConfig(horizons=(1, 2), next_token=True), hidden_size=8, num_experts=E, num_layers=3).initialise(5)
     model = MoEModel(run.model).initialise(0)
@@ -129,7 +128,7 @@ def test_a_measurement_says_what_was_asked_for(finished):  # noqa: F811
     assert all(without[name] == found[name] for name in same)
 
 
-def test_the_reuse_of_the_trace_is_that_of_the_evaluation(finished):  # noqa: F811
+def test_the_reuse_of_the_trace_is_that_of_the_evaluation(finished):
     from predmoe.evaluation import evaluate
 
     run, tokens = finished
@@ -139,19 +138,21 @@ def test_the_reuse_of_the_trace_is_that_of_the_evaluation(finished):  # noqa: F8
 
 # --- in the store ------------------------------------------------------------------------------------------------------------
 
-def test_a_child_is_asked_for_what_is_missing_alone(corpus, tmp_path, stand_in):  # noqa: F811
-    stand_in('shift 3; echo $* >> $events; while [ $# -gt 0 ]; do echo "{\\"is\\": \\"$1\\"}" > $run/$2.json; shift 2; done')
+def test_a_child_is_asked_for_what_is_missing_alone(corpus, tmp_path, stand_in):
+    files = {"--posthoc": stored(config_hash="a"), "--locality": stored(LocalityConfig, tokens=7)}
+    choices = "; ".join(f"[ $1 = {option} ] && echo '{text}' > $run/$2.json" for option, text in files.items())
+    stand_in(f"shift 3; echo $* >> $events; while [ $# -gt 0 ]; do {choices}; shift 2; done")
     configs, store = [tiny(corpus), tiny(corpus, seed=1)], tmp_path / "store"
     runs.get_or_measure(configs[:1], POSTHOC, profile="none", store=store, report=lambda line: None)
     found = runs.get_or_measure(configs, POSTHOC, profile="none", locality=HOW, store=store, parallel=1, report=lambda line: None)
     both = f"--posthoc {runs.posthoc_name(POSTHOC)} --locality {runs.measurement_name(HOW)}"
     asked = (tmp_path / "events").read_text().splitlines()
     assert asked == [f"--posthoc {runs.posthoc_name(POSTHOC)}", f"--locality {runs.measurement_name(HOW)}", both]
-    assert found == [{"is": "--posthoc", "locality": {"is": "--locality"}}] * 2
+    assert found == [json.loads(files["--posthoc"]) | {"locality": json.loads(files["--locality"])}] * 2
     assert json.loads((store / configs[0].hash / f"{runs.measurement_name(HOW)}.config.json").read_text())["fit"]["tokens"] == 800
 
 
-def test_a_run_is_measured_after_training_and_a_clone_without_weights_trains_it_again_and_says_so(corpus, tmp_path):  # noqa: F811
+def test_a_run_is_measured_after_training_and_a_clone_without_weights_trains_it_again_and_says_so(corpus, tmp_path):
     config, told = tiny(corpus, steps=6, objective={}), []
     ask = lambda store: runs.get_or_measure([config], POSTHOC, profile="none", locality=HOW, store=store, parallel=1, report=told.append)  # noqa: E731
     (first,) = ask(tmp_path / "a")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tiny_models import TINY, lively, their_model, tokens_of
 from watch import Watch
 
 import predmoe.model
@@ -20,46 +21,11 @@ from predmoe.model import MoEModel, count_parameters, from_olmoe, load_checkpoin
 
 # B batch, T time, N = B*T tokens, D model width, F expert width, E experts, K chosen, L layers, V vocabulary
 
-TINY = dict(vocab_size=61, hidden_size=32, num_layers=4, num_heads=2, expert_size=24, num_experts=8, top_k=2, context=32, init_std=0.2)
-
-
-def lively(seed=0, **changes):
-    """A small model whose every weight matters: wide initialisation, norm weights away from one."""
-    model = MoEModel(ModelConfig(**(TINY | changes))).initialise(seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for _, parameter in sorted(model.named_parameters()):
-            if parameter.dim() == 1:
-                parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def tokens_of(model, B=2, T=None, seed=0):
-    shape = (B, T or model.config.context)
-    return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
-
 
 def olmoe(folder):
     from transformers import OlmoeForCausalLM
 
     return OlmoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def their_model(seed=0, **changes):
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
-    torch.manual_seed(seed)
-    config = OlmoeConfig(**(dict(
-        vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, num_experts=8,
-        num_experts_per_tok=2, max_position_embeddings=32, initializer_range=0.2, pad_token_id=None, eos_token_id=1, rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    ) | changes))
-    model = OlmoeForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 # --- the open format: transformers computes the same ------------------------------------------------------------------------------------
@@ -234,6 +200,19 @@ def test_a_cut_description_is_refused(checkpoint):
     refused(checkpoint, "config.json is damaged")
 
 
+@pytest.mark.parametrize("text", ["[]", "3", '"olmoe"', "null"])
+def test_a_description_that_is_no_object_is_a_sentence(checkpoint, text):
+    (checkpoint / "config.json").write_text(text)
+    refused(checkpoint, f"{checkpoint / 'config.json'} is damaged", "instead of an object; copy the checkpoint again")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_names_no_files_is_a_sentence(checkpoint, text):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors.index.json").write_text(text)
+    refused(checkpoint, "model.safetensors.index.json is damaged")
+
+
 def test_a_missing_tensor_is_named(checkpoint):
     state = load_file(checkpoint / "model.safetensors")
     del state["model.layers.1.mlp.experts.5.up_proj.weight"]
@@ -265,6 +244,11 @@ def test_a_missing_tensor_is_named(checkpoint):
         ({"num_key_value_heads": 1}, ("key-value heads",)),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, ("rotary",)),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rotary",)),
+        ({"rope_parameters": ["default"]}, ("config.json: rope_parameters holds a list",)),
+        ({"predmoe": ["topk"]}, ("config.json: predmoe holds a list",)),
+        ({"rope_parameters": {"rope_theta": None}}, ("config.json: ", "rope_theta=None")),
+        ({"rms_norm_eps": 0.0}, ("config.json: rms_norm_eps=0.0 must be positive",)),
+        ({"num_experts": []}, ("config.json: ", "num_experts=[]")),
     ],
 )
 def test_a_description_that_does_not_fit_is_refused_by_name(checkpoint, changes, words):

@@ -7,7 +7,7 @@ import re
 import nbformat
 import pytest
 
-from predmoe import execute, paths, results
+from predmoe import execute, paths, results, studies
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 EXPERIMENTS = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.name)]
@@ -181,6 +181,18 @@ def test_a_notebook_runs_and_leaves_what_it_promises(executed, name):
     leaves_what_it_promises(executed, name)
 
 
+def needed_by(notebooks, **shared):
+    """Hashes of the models that these notebooks' studies name, from notebook -> parameters: one for each notebook that needs it."""
+    asked = {name: execute.check(paths.NOTEBOOKS / f"{name}.ipynb", shared | params) for name, params in notebooks.items() if name in studies.STUDIES}
+    return [run for name, params in asked.items() for run in dict.fromkeys(run.hash for _, run in studies.pairs_of(name, params))]
+
+
+def trained(folder):
+    """Hashes of the models in a store, once for each time that one was trained to its end."""
+    last = re.compile(r"^step (\d+)/\1,", re.MULTILINE)
+    return sorted(log.parent.name for log in (folder / "runs").glob("*/log.txt") for _ in last.findall(log.read_text()))
+
+
 def leaves_what_it_promises(executed, name):
     """results.json, its figures and tables as files, a small executed copy that shows every figure and every finding."""
     result = results.load("smoke", name)
@@ -198,10 +210,10 @@ def leaves_what_it_promises(executed, name):
 
 
 @pytest.mark.slow
-def test_the_notebooks_share_their_models(executed):
-    """Two seeds of baseline, joint and alternative, one selection seed of baseline and candidate, one joint model of more weight: nine models, all that
-    01, 02, 04 and 06 need; 14 adds a pair of another size."""
-    assert len(list((executed / "runs").glob("*/finished.json"))) == 9 + 2
+def test_the_notebooks_train_what_their_studies_name_once_each(executed):
+    """Most of these models several notebooks need."""
+    needed = needed_by(TRAINED)
+    assert trained(executed) == sorted(set(needed)) and len(set(needed)) < len(needed)
 
 
 @pytest.mark.slow
@@ -260,7 +272,8 @@ def test_a_further_notebook_runs_on_the_models_that_are_there(further, name):
 
 
 @pytest.mark.slow
-def test_the_further_notebooks_add_only_their_own_models(further):
-    """sticky; entropy, and a shorter baseline and joint model; early router and next token: six more than the eleven of the notebooks before."""
-    assert len(list((further / "runs").glob("*/finished.json"))) == 9 + 2 + 6
-    assert len([path for path in (further / "runs").glob("*/locality-*.json") if "config" not in path.name]) == 5   # the last two, sticky, baseline, joint
+def test_the_further_notebooks_add_what_their_studies_name_beyond_that_and_measure_twice_what_they_must(further):
+    before, more = needed_by(TRAINED), needed_by(FURTHER, **TINY)
+    assert trained(further) == sorted({*before, *more}) and set(before) & set(more)
+    twice = {path.parent.name for path in (further / "runs").glob("*/locality-*.json") if not path.name.endswith(".config.json")}
+    assert twice == set(needed_by({name: params for name, params in FURTHER.items() if name in studies.LOCALITY}, **TINY))

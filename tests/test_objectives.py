@@ -6,44 +6,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from loss_formulas import D, E, K, L, N, S, choose, normal, one_hot, records, slope, softmax
 
 from predmoe.config import ModelConfig, ObjectiveConfig, PredictorConfig
-from predmoe.model import MoEModel, Routing
+from predmoe.model import MoEModel
 from predmoe.objectives import balance, entropy, margin, prediction, prediction_of, ramp, stack, sticky, terms
 from predmoe.predictor import Predictor
 
 # B batch, T time, N tokens, E experts, K chosen, D model width, L layers, S source layers of a horizon
 
-S, N, E, K = 2, 6, 5, 2
 TARGETS = ("topk", "soft", "membership")
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def choose(*shape, k=K, experts=E, seed=0):
-    return torch.rand(*shape, experts, generator=torch.Generator().manual_seed(seed)).argsort(-1)[..., :k]
-
-
-def softmax(z):
-    e = np.exp(z - z.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def one_hot(experts, num_experts=E):
-    return np.eye(num_experts)[experts.numpy()].sum(-2)
-
-
-def slope(formula, x, eps=1e-5):
-    """Central differences of a scalar formula of a float64 array: an error of the order of 1e-10."""
-    grad = np.zeros_like(x)
-    for i in np.ndindex(x.shape):
-        up, down = x.copy(), x.copy()
-        up[i] += eps
-        down[i] -= eps
-        grad[i] = (formula(up) - formula(down)) / (2 * eps)
-    return grad
 
 
 def agrees(term, formula, *inputs):
@@ -224,17 +196,6 @@ def test_margin_equals_its_formula():
 
 
 # --- L_pred over layers and horizons ------------------------------------------------------------------------------------------------------
-
-L, D = 4, 3
-
-
-def records(seed=0, requires_grad=False):
-    out = []
-    for i in range(L):
-        hidden, logits = normal(N, D, seed=seed + i), normal(N, E, seed=seed + 50 + i)
-        experts = logits.topk(K).indices
-        out.append(Routing(hidden.requires_grad_(requires_grad), logits.requires_grad_(requires_grad), experts, torch.ones(N, K) / K))
-    return out
 
 
 def heads(kind="linear", horizons=(1, 2), size=D, experts=E, layers=L):

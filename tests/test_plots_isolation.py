@@ -5,8 +5,8 @@ import functools
 import numpy as np
 import pytest
 from fake_measurements import study
+from fake_sizes import TABLE
 from figures import cut_off
-from test_scaling import TABLE
 
 from predmoe import experiments, isolation, plots, plots_isolation, results, scaling, spread
 

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from tiny_backbone import D, E, K, L, SHAPE, T, V, heads_of, windows_of
 
-from predmoe.config import ConfigError, DataConfig, ModelConfig, ObjectiveConfig, PosthocConfig, PredictorConfig, RunConfig, TrainConfig
-from predmoe.data import prepare
+from predmoe.config import ConfigError, ModelConfig, PosthocConfig, PredictorConfig, RunConfig
 from predmoe.model import MoEModel
 from predmoe.objectives import margin, prediction
 from predmoe.posthoc import Activations, capture, dev_hit, fit, head_loss_of, measure, token_counts
@@ -15,8 +15,6 @@ from predmoe.predictor import Predictor
 
 # N tokens, D model width, E experts, K chosen, L layers, V vocabulary
 
-V, D, E, K, L, T = 61, 16, 8, 2, 4, 16
-SHAPE = ModelConfig(vocab_size=V, hidden_size=D, num_layers=L, num_heads=2, expert_size=16, num_experts=E, top_k=K, context=T, init_std=0.3)
 QUICK = PosthocConfig(batch_tokens=256, lr=1e-2, eval_every=25, min_gain=1e-3, max_steps=1500, patience=3)
 
 
@@ -141,10 +139,6 @@ def test_the_heads_loss_is_their_own(problem):
 # --- activations of a backbone -----------------------------------------------------------------------------------------------------------
 
 
-def windows_of(n, seed=0, vocab=V):
-    return np.random.default_rng(seed).integers(0, vocab, (n, T + 1))
-
-
 @pytest.mark.parametrize("batch_size", [1, 3, 32])
 def test_captured_activations_are_the_models(batch_size):
     model, windows = MoEModel(SHAPE).initialise(0), windows_of(5)
@@ -191,33 +185,8 @@ def test_routing_that_is_a_function_of_the_layer_before_is_found():
 
 # --- measure: the whole of a result -------------------------------------------------------------------------------------------------------
 
-WORDS = "the of and expert router token layer disk cache reads before after predicts nothing else in time".split()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """An untrained model as a finished run of a small corpus."""
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = np.random.default_rng(0)
-    with open(folder / "text.jsonl", "w") as file:
-        for i in range(150):
-            text = f"Document {i}. " + " ".join(rng.choice(WORDS, size=rng.integers(5, 60)))
-            file.write(json.dumps({"text": text, "domain": ("north", "south")[i % 2]}) + "\n")
-    run = RunConfig(
-        model=ModelConfig(vocab_size=8192, hidden_size=8, num_layers=3, num_heads=2, expert_size=8, num_experts=E, top_k=K, context=T, init_std=0.3),
-        train=TrainConfig(steps=1, batch_size=1, lr=1e-3, warmup_steps=0),
-        data=DataConfig(corpus=f"files:{folder}", heldout_tokens=480, dev_tokens=240),
-        objective=ObjectiveConfig(lambda_pred=0.3),
-        predictor=PredictorConfig(horizons=(1, 2)),
-    )
-    return run, prepare(run.data, cache=folder / "cache")
-
 
 FEW = PosthocConfig(tokens=800, batch_tokens=128, eval_every=10, max_steps=30)
-
-
-def heads_of(run, seed):
-    return Predictor(run.predictor, hidden_size=8, num_experts=E, num_layers=3).initialise(seed)
 
 
 @pytest.fixture(scope="module")

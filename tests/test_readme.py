@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from predmoe import paths, readme
 
 
@@ -17,8 +19,25 @@ def test_every_link_points_at_a_file_of_the_repository():
     assert not missing
 
 
-def test_a_lost_marker_is_an_error_that_names_it():
-    import pytest
+def test_the_goal_of_the_training_step_is_judged_by_what_was_measured():
+    def row(ours, peer, products):
+        return {"peer": "p", "contenders": [{"name": "ours", "tokens_per_second": ours}, {"name": "p", "tokens_per_second": peer}, {"name": "q", "failed": "a CUDA kernel"}],
+                "profiles": {"ours": {"matrix products": products, "the rest": 100.0 - products}}}  # fmt: skip
 
+    missed, met = row(110.0, 100.0, 57.0), row(150.0, 100.0, 40.0)
+    assert "and is not (1.10 times)" in readme.step_goal([missed]) and readme.step_goal([missed]).endswith("are 57% of its time.")
+    assert "and is (1.50 times)" in readme.step_goal([met])
+    assert "and is in 1 of 2 rows (1.10 to 1.50 times)" in readme.step_goal([missed, met]) and "are 40 to 57%" in readme.step_goal([missed, met])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_benchmark_is_a_sentence_that_says_which_command_makes_it(tmp_path, monkeypatch, text):
+    (tmp_path / "simulator.json").write_text(text)
+    monkeypatch.setattr(readme, "BENCHMARKS", tmp_path)
+    with pytest.raises(readme.results.ResultError, match="simulator.json is damaged: run benchmarks/simulator.py"):
+        readme.benchmarks()
+
+
+def test_a_lost_marker_is_an_error_that_names_it():
     with pytest.raises(readme.results.ResultError, match="<!-- benchmarks -->"):
         readme.render(readme.README.read_text().replace("<!-- benchmarks -->", ""))

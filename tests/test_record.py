@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tiny_evaluation import E, HORIZONS, K, L, T, V, make_model, make_set
 
 from predmoe import traces
 from predmoe.evaluation import Heads, Lookup, NextRouter, evaluate
@@ -14,7 +15,6 @@ from predmoe.predictor import Predictor
 from predmoe.simulator import Cache, Compute, Disk, Prefetch, replay
 from predmoe.traces import ABSENT, TraceError
 from predmoe.traces.record import Origin, generate, record
-from test_evaluation import E, HORIZONS, K, L, T, V, make_model, make_set
 
 # B sequences, P prompt tokens, N = B*T tokens
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_runs import POSTHOC
-from test_train import tiny, write_corpus
+from tiny_runs import POSTHOC, tiny, write_corpus
 
 from predmoe import recording, runs, traces
 from predmoe.config import ConfigError

@@ -45,6 +45,15 @@ def claim(name, verdict, notebook="02_horizons"):
             "effects": [effect], "n": 3, "verdict": verdict, "why": "its interval excludes zero", "notebook": notebook}  # fmt: skip
 
 
+def told(folder, findings):
+    """The results of 00_report: what it found, and its figure."""
+    made = {"commit": "0" * 40, "dirty": False, "packages": {}, "hardware": {}, "started": "2026-01-01T00:00:00+00:00", "seconds": 1.0, "parameters": {}}
+    figures = [{"name": "summary", "svg": "figures/summary.svg", "png": "figures/summary.png", "alt": "effect by horizon"}]
+    whole = {"schema_version": results.SCHEMA_VERSION, "experiment": "00_report", "profile": "smoke", "provenance": made, "arms": [], "effects": [], "gates": [],
+             "findings": findings, "figures": figures, "tables": []}  # fmt: skip
+    (folder / "results.json").write_text(json.dumps(whole))
+
+
 # --- a page ------------------------------------------------------------------------------------------------------------
 
 def test_formulas_are_mathml(house):
@@ -167,10 +176,35 @@ def test_the_summary_figure_is_inline_with_its_alternative_text(house):
     folder = executed(house, "00_report").parent
     (folder / "figures").mkdir()
     (folder / "figures" / "summary.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
-    (folder / "results.json").write_text(json.dumps({"figures": [{"name": "summary", "alt": "effect by horizon"}]}))
+    told(folder, [])
     report.write("smoke")
     picture = page(house).find("img")
     assert picture["alt"] == "effect by horizon" and base64.b64decode(picture["src"].split(",")[1]).startswith(b"<svg")
+
+
+def test_the_answer_and_its_figure_stand_before_the_claims(house):
+    folder = executed(house, "00_report").parent
+    (folder / "figures").mkdir()
+    (folder / "figures" / "summary.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    told(folder, ["**Does it work?** At h = 4 <yes>.", "**How sure?** p = 0.01."])
+    (house.outputs / "smoke" / "claims.json").write_text(json.dumps([claim("c", "replicated")]))
+    report.write("smoke")
+    main = page(house).main
+    assert [item.text.strip() for item in main.select("ul.answers li")] == ["Does it work? At h = 4 <yes>.", "How sure? p = 0.01."]
+    assert [bold.text for bold in main.select("ul.answers strong")] == ["Does it work?", "How sure?"]
+    order = [tag for tag in main.find_all(["ul", "img", "table"])]
+    assert [tag.name for tag in order] == ["ul", "img", "table", "table"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{"])
+def test_a_damaged_file_of_a_notebook_is_said_in_a_whole_report(house, text):
+    folder = executed(house, "00_report").parent
+    for name in ("results.json", "executed.json"):
+        (folder / name).write_text(text)
+    (house.outputs / "smoke" / "claims.json").write_text(json.dumps([claim("c", "replicated")]))
+    report.write("smoke")
+    assert page(house).select_one("[role=note]").text.startswith("Results.json of 00_report") and page(house).select("table.claims tbody tr")
+    assert "executed.json is damaged: run it again" in page(house).text
 
 
 def test_an_empty_profile_gives_a_whole_report(house):

@@ -29,6 +29,24 @@ def finished(experiment="02_horizons", arms=None, profile="smoke"):
     return run
 
 
+@pytest.mark.parametrize("text", ["[]", "3", "{", "\xff"])
+def test_damaged_results_are_a_sentence_that_says_what_to_do(outputs, text):
+    (outputs / "smoke" / "02_horizons").mkdir(parents=True)
+    (outputs / "smoke" / "02_horizons" / "results.json").write_text(text, encoding="latin-1")
+    with pytest.raises(results.ResultError, match="^results.json of 02_horizons is damaged .*: run the notebook again$"):
+        results.load("smoke", "02_horizons")
+    with pytest.raises(results.ResultError, match="is damaged"):
+        results.load_all("smoke")
+
+
+@pytest.mark.parametrize("text, said", [("{}", "is damaged .it holds a dict"), ("{", "is damaged"), ("[]", "non-empty"), ("[{}]", "is a required property")])
+def test_damaged_claims_are_a_sentence_that_says_what_to_do(outputs, text, said):
+    (outputs / "smoke").mkdir()
+    (outputs / "smoke" / "claims.json").write_text(text)
+    with pytest.raises(results.ResultError, match=f"^claims.json of smoke.*{said}.* run 00_report again$"):
+        results.load_claims("smoke")
+
+
 # --- results.json ----------------------------------------------------------------------------------------------------
 
 def test_what_was_finished_is_what_is_loaded(outputs):
@@ -326,6 +344,16 @@ def test_answers_tell_what_was_not_shown_from_what_was_refuted(outputs):
     last = findings.answers(claims, results.load("smoke", "02_horizons"))[-1]
     unclear = [c for c in claims if c["verdict"] == "not replicated" and "no interval excludes zero" in c["why"]]
     assert unclear and f"For {len(unclear)} of these" in last
+
+
+def test_one_level_decides_in_verdicts_and_in_words(monkeypatch):
+    """Verdict and sentence look at the same constant, so they cannot part."""
+    effects = [stats.over_seeds({0: mean - 0.01, 1: mean, 2: mean + 0.01}) for mean in (0.05, 0.0)]
+    adjusted = stats.holm([e.p for e in effects])
+    family = [e.as_dict() | {"horizon": h, "p_holm": p} for e, h, p in zip(effects, (1, 2), adjusted)]
+    for level, word, said in ((0.05, "partly", "Not established after Holm's correction: at h = 2"), (0.01, "not replicated", "None of it is established")):
+        monkeypatch.setattr(stats, "SIGNIFICANCE", level)
+        assert 0.01 < adjusted[0] <= 0.05 and stats.verdict(effects, ["increase"] * 2).word == word and said in findings.say_confirmed(family, "It", "hit@k")
 
 
 def test_the_reference_effects_are_differences_of_its_own_levels():

@@ -5,31 +5,19 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from test_train import finished, folder_of, lines, results, tiny, write_corpus
+from tiny_runs import POSTHOC, clone, finished, folder_of, lines, results, stored, tiny
 
-from predmoe import runs, worker
-from predmoe.config import PREDICTORS, ConfigError, PosthocConfig, PredictorConfig
+from predmoe import paths, runs, worker
+from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PredictorConfig
 from predmoe.posthoc import heads_file, load_heads
 from predmoe.runs import RunFailed, get_or_fit, get_or_measure, get_or_train, open_run, posthoc_name
 from predmoe.train import Trainer
-
-POSTHOC = PosthocConfig(tokens=512, batch_tokens=128, eval_every=10, max_steps=40, patience=1)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREDMOE_CACHE", str(folder / "cache"))
-        yield write_corpus(folder / "text")
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +33,8 @@ def measured(pair, tmp_path_factory):
     return store, get_or_measure(pair, POSTHOC, profile="none", store=store, parallel=2, report=lambda line: None)
 
 
-@pytest.fixture
-def no_children(monkeypatch):
-    def refuse(*_, **__):
-        raise AssertionError("a child process was started")
-
-    monkeypatch.setattr(runs.subprocess, "Popen", refuse)
-
-
 def stamps(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
-
-
-def clone(store: Path, to: Path) -> Path:
-    """What a repository holds of a store: no weights, no log, no locks."""
-    ignored = shutil.ignore_patterns("*.safetensors", "*.pt", "lock*", "log.txt", "*.partial", "checkpoint")
-    return shutil.copytree(store, to, ignore=ignored)
 
 
 # -------------------------------------------------------------------------------------------------------- measurements
@@ -116,6 +90,30 @@ def test_a_missing_checkpoint_is_trained_again_to_the_same_bits(pair, measured, 
     trained = results(folder)
     assert trained == {name: value for name, value in results(measured[0] / pair[0].hash).items() if name in trained}
     assert {"model.safetensors", "predictor.safetensors", "metrics.jsonl"} <= trained.keys()
+
+
+def test_other_bits_than_before_are_told_and_no_measurement_of_the_other_weights_stays(pair, measured, tmp_path):
+    """As on another kind of machine: the clone's run ended with another loss, and the second of its measurements is missing."""
+    store, told = clone(measured[0], tmp_path / "clone"), []
+    folder, other = store / pair[1].hash, replace(POSTHOC, patience=2)
+    source = folder / f"{posthoc_name(POSTHOC)}.json"
+    mine = json.loads(source.read_text())
+    source.write_text(json.dumps(mine | {"val_loss": 1.0}))
+    (folder / "finished.json").write_text(json.dumps(json.loads((folder / "finished.json").read_text()) | {"val_loss": 1.0, "weights": "0" * 12}))
+    runs.measure_missing([(pair[1], [POSTHOC, other])], store=store, parallel=1, report=told.append)
+    assert "held-out loss" in (folder / "log.txt").read_text() and any("other bits" in line for line in told)
+    weights = json.loads((folder / "finished.json").read_text())["weights"]
+    for how in (POSTHOC, other):
+        found = json.loads((folder / f"{posthoc_name(how)}.json").read_text())
+        assert (found["val_loss"], found["weights"]) == (mine["val_loss"], weights) and mine["weights"] == weights
+
+
+@pytest.mark.parametrize("folder", sorted((paths.ROOT / "outputs").glob("*/runs/*/")), ids=lambda folder: folder.name)
+def test_committed_measurements_are_of_the_weights_that_the_run_ended_with(folder):
+    ended = json.loads((folder / "finished.json").read_text())
+    for described in folder.glob("*.config.json"):
+        found = json.loads(described.with_name(described.name.replace(".config.json", ".json")).read_text())
+        assert found.get("val_loss", ended["val_loss"]) == ended["val_loss"] and found.get("weights", ended.get("weights")) == ended.get("weights"), described.name
 
 
 def test_fitted_heads_are_kept_and_asking_again_starts_nothing(pair, measured, no_children):
@@ -237,26 +235,12 @@ def test_two_at_the_same_run_train_it_once(pair, tmp_path):
 # ------------------------------------------------------------------------- which children run when: a stand-in worker
 
 
-@pytest.fixture
-def stand_in(monkeypatch, tmp_path):
-    """Children that run this shell script instead of the worker: $run is the folder, $name the measurement."""
-
-    def script(text):
-        path = tmp_path / "stand-in.sh"
-        path.write_text(f'#!/bin/sh\nrun=$3; name=$5; events={tmp_path}/events\n{text}\n')
-        path.chmod(0o755)
-        monkeypatch.setattr(runs.sys, "executable", str(path))
-
-    monkeypatch.setattr(runs, "POLL_SECONDS", 0.01)
-    return script
-
-
 @pytest.mark.parametrize("parallel", [1, 2, 3])
 def test_no_more_children_than_allowed_run_side_by_side(corpus, tmp_path, stand_in, parallel):
-    stand_in('echo + >> $events; sleep 0.3; echo - >> $events; echo "{\\"run\\": \\"$(basename $run)\\"}" > $run/$name.json')
+    stand_in(f"echo + >> $events; sleep 0.3; echo - >> $events; sed s/RUN/$(basename $run)/ > $run/$name.json <<'END'\n{stored(config_hash='RUN')}\nEND")
     configs = [tiny(corpus, seed=seed) for seed in range(5)]
     found = get_or_measure(configs, POSTHOC, profile="none", store=tmp_path / "store", parallel=parallel, report=lambda line: None)
-    assert [m["run"] for m in found] == [config.hash for config in configs]
+    assert [m["config_hash"] for m in found] == [config.hash for config in configs]
     side_by_side, most = 0, 0
     for event in (tmp_path / "events").read_text().split():
         side_by_side += 1 if event == "+" else -1
@@ -264,9 +248,32 @@ def test_no_more_children_than_allowed_run_side_by_side(corpus, tmp_path, stand_
     assert most == parallel
 
 
+@pytest.mark.parametrize("text", ["{}", "[]", "1", "{", '{"hit": {}}'])
+@pytest.mark.parametrize("how", [POSTHOC, LocalityConfig()], ids=["posthoc", "locality"])
+def test_a_damaged_measurement_is_a_sentence_that_names_it(corpus, tmp_path, no_children, how, text):
+    run = open_run(tiny(corpus), tmp_path)
+    for kind in (POSTHOC, LocalityConfig()):
+        (run.path / f"{runs.measurement_name(kind)}.json").write_text(stored(type(kind)))
+    source = run.path / f"{runs.measurement_name(how)}.json"
+    source.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{source} is damaged .*; restore it from a copy, or remove it to measure the run again$"):
+        get_or_measure([tiny(corpus)], POSTHOC, profile="none", locality=LocalityConfig(), store=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["timing.json", "provenance.json", "config.json", "metrics.jsonl"])
+def test_a_worker_refuses_what_holds_a_list_before_it_fits(pair, measured, tmp_path, capsys, monkeypatch, name):
+    folder = shutil.copytree(measured[0] / pair[0].hash, tmp_path / "run")
+    (folder / f"{posthoc_name(POSTHOC)}.json").unlink()
+    (folder / name).write_text("[]\n")
+    monkeypatch.setattr(worker, "measure", lambda *_, **__: pytest.fail("it fits"))
+    assert worker.main([str(folder), "--posthoc", posthoc_name(POSTHOC)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"predmoe: {folder / name}") and "damaged" in said and said.count("\n") == 1
+
+
 def test_the_same_run_asked_for_twice_is_done_once(corpus, tmp_path, stand_in):
-    stand_in("echo + >> $events; echo 1 > $run/$name.json")
-    assert get_or_measure([tiny(corpus)] * 3, POSTHOC, profile="none", store=tmp_path / "store", report=lambda line: None) == [1, 1, 1]
+    stand_in(f"echo + >> $events; echo '{stored()}' > $run/$name.json")
+    assert get_or_measure([tiny(corpus)] * 3, POSTHOC, profile="none", store=tmp_path / "store", report=lambda line: None) == [json.loads(stored())] * 3
     assert (tmp_path / "events").read_text() == "+\n"
 
 
@@ -277,9 +284,19 @@ def test_a_child_ended_by_a_signal_says_which(corpus, tmp_path, stand_in):
 
 
 def test_children_get_the_threads_of_their_run(corpus, tmp_path, stand_in):
-    stand_in('echo "[$OMP_NUM_THREADS, $MKL_NUM_THREADS]" > $run/$name.json')
+    stand_in(f"sed s/THREADS/$OMP_NUM_THREADS+$MKL_NUM_THREADS/ > $run/$name.json <<'END'\n{stored(config_hash='THREADS')}\nEND")
     configs = [tiny(corpus, threads=threads) for threads in (1, 2)]
-    assert get_or_measure(configs, POSTHOC, profile="none", store=tmp_path / "store", report=lambda line: None) == [[1, 1], [2, 2]]
+    found = get_or_measure(configs, POSTHOC, profile="none", store=tmp_path / "store", report=lambda line: None)
+    assert [m["config_hash"] for m in found] == ["1+1", "2+2"]
+
+
+def test_processors_with_wider_vectors_take_the_same_kernels(corpus, tmp_path, stand_in, monkeypatch):
+    stand_in(f"sed s/KERNELS/$ATEN_CPU_CAPABILITY/ > $run/$name.json <<'END'\n{stored(config_hash='KERNELS')}\nEND")
+    ask = lambda seed: get_or_measure([tiny(corpus, seed=seed)], POSTHOC, profile="none", store=tmp_path / "store", report=lambda line: None)[0]["config_hash"]  # noqa: E731
+    wide = " avx2 " in Path("/proc/cpuinfo").read_text()
+    assert ask(0) == ("avx2" if wide else "")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert ask(1) == "default"
 
 
 def test_progress_is_told_now_and_then(corpus, tmp_path, stand_in, monkeypatch):

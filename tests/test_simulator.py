@@ -185,6 +185,11 @@ def test_a_right_guess_hides_its_read():
     assert outcome.energy_j(2e-6) == 2 * 2.0
     with pytest.raises(SimulationError, match="joules_per_byte=-1.0"):
         outcome.energy_j(-1.0)
+    assert outcome.summary(joules_per_byte=2e-6)["energy_j"] * outcome.tokens == pytest.approx(4.0) and "energy_j" not in outcome.summary()
+    assert outcome.percentile_ms(0) <= outcome.percentile_ms(100)
+    for q in (-1, 100.5, 200, float("nan"), True, "50"):
+        with pytest.raises(SimulationError, match="q="):
+            outcome.percentile_ms(q)
 
 
 def test_a_started_wrong_guess_delays_the_demand():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predmoe import traces
-from predmoe.simulator import Cache, SimulationError, count, count_keys, uses
+from predmoe.simulator import Cache, SimulationError, count, count_keys, counting, uses
 
 MIB = 2**20
 POLICIES = ("lru", "fifo", "lfu", "lfru", "least-stale", "belady")
@@ -122,6 +122,8 @@ def test_cold_sequences_start_with_an_empty_cache():
     (lambda t: count(t, Cache(slots=2, policy="lfru", sample=4)), "sequential replay only"),
     (lambda t: count(t, Cache(slots=2), usage=np.ones(3)), "one count for each of 3 layers x 4 experts"),
     (lambda t: count(t, Cache(slots=2)).prefill, "no prefill pass"),
+    (lambda t: count(t, Cache(slots=2, policy="lfru", sample=1 << 63), replay="sequential"), "at most"),
+    (lambda t: count(t.passes(0, 1), Cache(slots=2, policy="lfru", sample=-1), replay="sequential"), "sample=-1 must be"),
     (lambda t: count_keys(np.array([-1]), 2), "whole number of 0"),
 ])
 def test_what_cannot_be_counted_says_why(call, message):
@@ -193,10 +195,37 @@ def test_atomic_lru_equals_a_plain_one(seed, scope, slots):
 @pytest.mark.parametrize("scope", ["global", "layer"])
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), slots=st.integers(3, 20))
-def test_belady_is_never_worse_than_any_policy(replay, scope, seed, slots):
+def test_belady_is_never_worse_than_any_policy_that_starts_with_the_same_residents(replay, scope, seed, slots):
+    """None, or the same pinned ones, which leave room for a set of three at least."""
     trace = random_sets(seed)
-    misses = {policy: count(trace, Cache(slots=slots, scope=scope, policy=policy), replay=replay).misses for policy in POLICIES}
-    assert misses["belady"] == min(misses.values()), misses
+    for pinned in {0, (slots - 3) // 2}:
+        misses = {policy: count(trace, Cache(slots=slots, scope=scope, policy=policy, pinned=pinned), replay=replay).misses for policy in POLICIES}
+        assert misses["belady"] == min(misses.values()), (pinned, misses)
+
+
+def preloaded_and_used(trace, slots, scope):
+    """Of the experts that `static` loads before the start, how many the trace asks for: what a cold start would have read for them."""
+    groups = uses(trace).reshape(trace.num_layers if scope == "layer" else 1, -1)
+    return int((np.sort(groups)[:, ::-1][:, :slots] > 0).sum())
+
+
+@pytest.mark.parametrize("replay", ["atomic", "sequential"])
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), slots=st.integers(3, 9))
+def test_belady_against_a_preloaded_cache(replay, scope, seed, slots):
+    """From the same preload and without room for more, Belady is that cache. Cold, with room for one more set, which a static cache has read and
+    dropped, it could do as that cache does and read the preload on its way, so it never reads more than the static cache and its preload."""
+    trace = random_sets(seed)
+    static = count(trace, Cache(slots=slots, scope=scope, policy="static"), replay=replay).misses
+    assert count(trace, Cache(slots=slots, scope=scope, policy="belady", pinned=slots, streaming=True), replay=replay).misses == static
+    cold = count(trace, Cache(slots=slots + trace.meta.top_k, scope=scope, policy="belady"), replay=replay).misses
+    assert cold <= static + preloaded_and_used(trace, slots, scope)
+
+
+def test_a_preloaded_cache_can_beat_belady_that_starts_cold_or_must_keep_what_it_reads():
+    """The exception by hand, one slot: of a b a b a, `static` holds a from the start and reads b twice; Belady reads all five."""
+    assert [count_keys(keys("ababa"), 1, policy) for policy in ("static", "belady")] == [2, 5]
 
 
 @pytest.mark.parametrize("policy", ["lru", "belady"])
@@ -224,6 +253,26 @@ def test_a_sampled_eviction_draws_as_python_does():
                         del cache[min(drawn, key=lambda k: (frequency[k], cache[k]))]
                 cache[key] = now
     assert count(trace, Cache(slots=60, policy="lfru", sample=8, seed=5), replay="sequential").misses == misses
+
+
+def test_a_huge_sample_is_all_residents_and_draws_nothing():
+    trace, rng = random_sets(0), random.Random(0)
+    before = rng.getstate()
+    huge = [count(trace, Cache(slots=9, policy="lfru", sample=sample), replay="sequential", rng=rng).misses for sample in (10**9, 1 << 62)]
+    assert huge == [count(trace, Cache(slots=9, policy="lfru"), replay="sequential").misses] * 2 and rng.getstate() == before
+
+
+def test_many_draws_are_the_same_in_pieces_and_too_many_are_refused(monkeypatch):
+    """Python counts the bits of one draw in an int of C, so a long trace needs several."""
+    trace = random_sets(0)
+    ask = lambda rng: count(trace, Cache(slots=20, policy="lfru", sample=8), replay="sequential", rng=rng).misses  # noqa: E731
+    whole, pieces = random.Random(3), random.Random(3)
+    expected = ask(whole)
+    monkeypatch.setattr(counting, "PIECE", 7)
+    assert ask(pieces) == expected and pieces.getstate() == whole.getstate()
+    monkeypatch.setattr(counting, "MOST_WORDS", 3 * 540 * 5)
+    with pytest.raises(SimulationError, match="sample=8 on 540 accesses .* take a smaller sample, at most 5 here"):
+        ask(pieces)
 
 
 # --- what the sources report ----------------------------------------------------------------------------------------

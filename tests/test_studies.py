@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from tiny_runs import stored
 
 from predmoe import cli, config, execute, paths, plan, runs, studies
 from predmoe.config import ConfigError, to_dict
@@ -130,7 +131,7 @@ def measured(store, item, *, train=120.0, posthoc=24.0):
     folder.mkdir(parents=True, exist_ok=True)
     for how in (item.posthoc, item.locality):
         if how is not None:
-            (folder / f"{runs.measurement_name(how)}.json").write_text(json.dumps({"config": to_dict(item.run), "seconds": {"train": train, "posthoc": posthoc}}))
+            (folder / f"{runs.measurement_name(how)}.json").write_text(stored(type(how), config=to_dict(item.run), seconds={"train": train, "posthoc": posthoc}))
 
 
 def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_path):
@@ -145,13 +146,26 @@ def test_time_left_is_what_like_runs_took(tmp_path):
     first, second, *_ = plan.plan("smoke", FIRST, store=tmp_path)
     measured(tmp_path, first)
     (tmp_path / second.run.hash).mkdir()
-    (tmp_path / second.run.hash / "timing.json").write_text(json.dumps({"steps": STEPS // 4}))
+    (tmp_path / second.run.hash / "timing.json").write_text(json.dumps({"steps": STEPS // 4, "seconds": 1.0, "tokens_per_second": 1.0}))
     items = plan.plan("smoke", FIRST, store=tmp_path)
     assert [item.state for item in items[:3]] == ["done", "part", "missing"]
     assert [item.seconds for item in items[:3]] == pytest.approx([0.0, 90.0 + 24.0, 144.0])
     text = plan.tell(items, 2)
     hours = sum(item.seconds for item in items) / 3600 / 2
     assert f"{len(items) - 1} of {len(items)} runs are missing; about {hours:.1f} hours with 2 side by side" in text and first.run.hash not in text and f"{second.run.hash}  part" in text
+
+
+@pytest.mark.parametrize("name, text", [("posthoc", "{}"), ("posthoc", "[]"), ("posthoc", "no seconds"), ("timing", "{}"), ("timing", "[]")])
+def test_a_damaged_file_of_the_store_is_a_sentence_of_the_plan(tmp_path, monkeypatch, capsys, name, text):
+    first, second, *_ = plan.plan("smoke", ["01"], store=tmp_path)
+    measured(tmp_path, first)
+    (tmp_path / second.run.hash).mkdir(exist_ok=True)
+    at = tmp_path / (second.run.hash if name == "timing" else first.run.hash) / ("timing.json" if name == "timing" else f"{runs.posthoc_name(first.posthoc)}.json")
+    at.write_text(stored(config=to_dict(first.run)) if text == "no seconds" else text)
+    monkeypatch.setenv("PREDMOE_STORE", str(tmp_path))
+    assert cli.main(["plan", "--profile", "smoke", "--only", "01"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"predmoe: {at} is damaged") and said.count("\n") == 1
 
 
 def test_a_larger_model_is_estimated_by_its_active_parameters(tmp_path):
@@ -193,7 +207,7 @@ def test_a_finished_run_without_its_weights_counts_as_untrained_where_it_must_be
     item = next(item for item in plan.plan("smoke", ["07"], store=tmp_path))
     measured(tmp_path, dataclasses.replace(item, locality=None))
     folder = tmp_path / item.run.hash
-    (folder / "timing.json").write_text(json.dumps({"steps": item.run.train.steps}))
+    (folder / "timing.json").write_text(json.dumps({"steps": item.run.train.steps, "seconds": 1.0, "tokens_per_second": 1.0}))
     seconds = lambda: next(i.seconds for i in plan.plan("smoke", ["07"], store=tmp_path) if i.run == item.run)  # noqa: E731
     assert seconds() == pytest.approx(24.0)   # the measurement alone
     (folder / "finished.json").write_text("{}")

@@ -5,14 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_objectives import E, K, N, choose, normal, one_hot, slope, softmax
-from test_train import corpus, lines, one_thread, results, tiny  # noqa: F401 (fixtures)
+from loss_formulas import E, K, N, choose, normal, one_hot, records, slope, softmax
+from tiny_runs import lines, results, tiny
 
 from predmoe import token_table, worker
 from predmoe.config import ObjectiveConfig, to_dict
 from predmoe.objectives import familiarity, terms
 from predmoe.token_table import DECAY, PRIOR, TokenTable
 from predmoe.train import Trainer, write_json
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 L, V = 3, 11
 
@@ -95,8 +97,6 @@ def test_the_term_estimates_the_mutual_information_of_id_and_expert():
 
 
 def test_the_term_carries_its_weight_and_reads_the_table_only(monkeypatch):
-    from test_objectives import records
-
     routing, tokens = records(), torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(5))
     table = TokenTable(len(routing), V, E)
     table.add(tokens, torch.stack([r.experts_NK for r in routing]))
@@ -112,7 +112,7 @@ def test_the_term_carries_its_weight_and_reads_the_table_only(monkeypatch):
 BOTH = {"lambda_pred": 0.3, "lambda_lookup": 0.1}
 
 
-def test_a_run_counts_earlier_batches_alone_and_goes_on_to_the_same_bits(corpus, tmp_path):  # noqa: F811
+def test_a_run_counts_earlier_batches_alone_and_goes_on_to_the_same_bits(corpus, tmp_path):
     """The first batch finds an empty table; a run that was broken off takes up the table with the weights."""
     config = tiny(corpus, objective=BOTH, steps=14, eval_every=100)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -137,7 +137,7 @@ def test_a_run_counts_earlier_batches_alone_and_goes_on_to_the_same_bits(corpus,
     assert results(broken) == results(whole)
 
 
-def test_a_run_without_the_term_has_no_table(corpus, tmp_path):  # noqa: F811
+def test_a_run_without_the_term_has_no_table(corpus, tmp_path):
     assert Trainer(tiny(corpus), tmp_path).table is None
 
 

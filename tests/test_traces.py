@@ -7,15 +7,10 @@ import warnings
 import numpy as np
 import pytest
 from conftest import PUBLIC, needs_public
+from tiny_traces import META, ROUTE, skewed
 
 from predmoe import traces
 from predmoe.traces import ABSENT, Accuracy, Meta, Prediction, TraceError, TraceWarning, build, generate
-
-META = Meta(model="m", num_experts=8, top_k=2, layers=[1, 2, 3], expert_bytes=[10, 20, 30], source="test", on_policy=False, model_layers=5, shared_experts=1)
-
-
-def skewed(rng, n=40):
-    return np.stack([np.stack([rng.choice(8, 2, replace=False, p=np.arange(8, 0, -1) / 36) for _ in range(3)]) for _ in range(n)])
 
 
 @pytest.fixture
@@ -174,23 +169,6 @@ def test_uniform_usage_is_warned_of():
 
 
 # --- readers --------------------------------------------------------------------------------------------------------
-
-ROUTE = """# route_trace v1
-# model=tiny arch=moe n_layer=2 n_expert=4 n_expert_used=2
-# layer=0 expert_bytes=100 dense_bytes=7
-# layer=1 expert_bytes=200 dense_bytes=7
-turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
-0,0,0,0,0,3,0.6,0,100
-0,0,0,0,1,1,0.4,0,100
-0,0,1,0,0,2,0.7,0,100
-0,0,1,0,1,3,0.3,0,0
-0,0,1,1,0,0,0.9,0,200
-0,0,1,1,1,1,0.1,0,200
-0,1,2,0,0,3,0.5,1,0
-0,1,2,0,1,2,0.5,1,0
-0,1,2,1,0,0,0.5,1,0
-0,1,2,1,1,2,0.5,0,200
-"""
 
 
 def test_route_trace_by_hand(tmp_path):

@@ -16,83 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import JOINT, STEPS, finished, folder_of, lines, results, tiny
 
 from predmoe import train, worker
 from predmoe.config import ConfigError, RunConfig, TrainConfig, build, to_dict
 from predmoe.model import load_checkpoint
 from predmoe.train import LOG_EVERY, Trainer, TrainingError, build_parts, learning_rate, load_predictor, write_json
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # A process forked from one that has imported the package starts at once and has never computed anything.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["predmoe.worker", "torch._dynamo"])  # torch imports the latter for its first optimiser
-
-WORDS = "the of and expert router token layer disk cache reads before after predicts nothing else in time".split()
-JOINT = {"lambda_pred": 0.3, "ramp_start": 0.1, "ramp_end": 0.5}
-STEPS = 30
-
-
-def write_corpus(folder: Path, documents: int = 200) -> str:
-    """A JSONL corpus of sentences of 20 words in a fixed cycle, each from another start; returns its spec."""
-    folder.mkdir(parents=True)
-    rng = random.Random(0)
-    with open(folder / "text.jsonl", "w") as file:
-        for i in range(documents):
-            start = rng.randrange(len(WORDS))
-            text = " ".join(WORDS[(start + j) % len(WORDS)] for j in range(20 + i % 30))
-            file.write(json.dumps({"text": f"{i}: {text}."}) + "\n")
-    return f"files:{folder}"
-
-
-def tiny(corpus: str, *, seed=0, model=None, objective=None, **training) -> RunConfig:
-    """A model of three layers that takes some milliseconds a step; horizons 1 and 2."""
-    return build(RunConfig, {
-        "model": {"vocab_size": 8192, "hidden_size": 32, "num_layers": 3, "num_heads": 2, "expert_size": 32, "num_experts": 4, "top_k": 2,
-                  "context": 16} | (model or {}),
-        "train": {"steps": STEPS, "batch_size": 4, "lr": 5e-3, "warmup_steps": 5, "predictor_lr_scale": 5.0, "eval_every": 12, "seed": seed} | training,
-        "data": {"corpus": corpus, "heldout_tokens": 256, "dev_tokens": 128},
-        "objective": JOINT if objective is None else objective,
-        "predictor": {"horizons": [1, 2]},
-    })  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A corpus whose token files lie in a temporary cache, for child processes as well."""
-    folder = tmp_path_factory.mktemp("corpus")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREDMOE_CACHE", str(folder / "cache"))
-        yield write_corpus(folder / "text")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def folder_of(config: RunConfig, path: Path) -> Path:
-    """A run's folder as the store makes it."""
-    path.mkdir(parents=True)
-    write_json(path / "config.json", to_dict(config))
-    return path
-
-
-def finished(config: RunConfig, path: Path) -> Path:
-    """A run brought to its end in this process."""
-    folder = folder_of(config, path)
-    worker.train(folder, config, progress=lambda line: None)
-    return folder
-
-
-def results(folder: Path) -> dict[str, bytes]:
-    """What must not depend on interruptions: final weights and heads, the checkpoint's description, log and final loss."""
-    files = [*sorted((folder / "checkpoint").iterdir()), folder / "metrics.jsonl", folder / "finished.json"]
-    return {file.name: file.read_bytes() for file in files}
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

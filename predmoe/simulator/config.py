@@ -73,12 +73,13 @@ class Cache:
       lfru         the one used least, counted over its evictions too; ties: used longest ago (Colibri, WASTE)
       least-stale  one whose layer has run in this pass without it; then one used in this pass; then one whose layer
                    is furthest ahead (our reading of Least-Stale, arXiv 2602.03921)
-      belady       the one used again furthest in the future: the optimum for experts of one size
+      belady       the one used again furthest in the future. For experts of one size no policy is better that starts with the same residents (none,
+                   or the same `pinned`) and keeps what it has just read; a preloaded `static` does neither, and can be
       static       none: the most used experts are loaded before the start, all others are read each time
 
     `pinned`: this many of the most used experts (each layer's own in scope "layer") are loaded before the start and
     never leave; they take room from the capacity. "Most used" is counted in the trace itself unless a replay is given `usage`.
-    `sample`: evict the worst of this many experts drawn at random (with `seed`) instead of the worst of all.
+    `sample`: evict the worst of this many experts drawn at random (with `seed`) instead of the worst of all (0; so do as many as there are).
     `streaming`: allow a top-k set larger than the cache; what does not fit is read, used, and dropped.
     """
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from .jit import compiled
 
 REPLAYS = ("atomic", "sequential")
 ACCESSES, HITS, READ_BYTES = range(3)
+MOST_WORDS = 1 << 30    # 4 GB of drawn numbers
+PIECE = 1 << 22         # of them at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +98,14 @@ def count(trace: Trace, cache: Cache, *, replay: str = "atomic", cold: str = "tr
     hit_NLK = np.zeros(trace.experts_NLK.shape if flags else (0, 0, 0), np.bool_)
     rng = rng or random.Random(cache.seed)
     before = rng.getstate()
-    words, scratch = _words(cache, int(own_usage.sum()), rng), _scratch(cache, E, trace.num_layers)
-    pool = 21 + (4 ** math.ceil(math.log(cache.sample * 3, 4)) if cache.sample > 5 else 0)
+    sample = min(cache.sample, len(own_usage))   # a larger one is all residents too, and draws as little
+    words, scratch = _words(sample, len(own_usage), int(own_usage.sum()), rng), _scratch(cache, E, trace.num_layers)
+    pool = 21 + (4 ** math.ceil(math.log(sample * 3, 4)) if sample > 5 else 0)
     _count(trace.experts_NLK, trace.starts, fresh_passes(trace, cold), E, POLICIES.index(cache.policy), r, replay == "atomic",
-           first, when, cache.sample, pool, words, per_pass, hit_NLK, scratch)  # fmt: skip
+           first, when, sample, pool, words, per_pass, hit_NLK, scratch)  # fmt: skip
     rng.setstate(before)
-    rng.getrandbits(32 * int(scratch.draws[0]))
+    for _ in _drawn(int(scratch.draws[0]), rng):
+        pass
     return Counts(per_pass, trace.phase, int(r.tally[res.EVICTIONS]), hit_NLK if flags else None)
 
 
@@ -120,7 +125,7 @@ def count_keys(keys: np.ndarray, slots: int, policy: str = "lru") -> int:
     r = res.create(cache, E, np.ones(1, np.int64), 1, usage)
     first, when = _occurrences_of(experts, starts, E, usage)
     per_pass = np.zeros((len(keys), 3), np.int64)
-    _count(experts, starts, np.zeros(len(keys), np.bool_), E, POLICIES.index(policy), r, False, first, when, 0, 21, _words(cache, 0, random.Random()),
+    _count(experts, starts, np.zeros(len(keys), np.bool_), E, POLICIES.index(policy), r, False, first, when, 0, 21, _words(0, E, 0, random.Random()),
            per_pass, np.zeros((0, 0, 0), np.bool_), _scratch(cache, E, 1))  # fmt: skip
     return len(keys) - int(per_pass[:, HITS].sum())
 
@@ -161,10 +166,21 @@ def checked_usage(usage: np.ndarray, trace: Trace) -> np.ndarray:
     return usage.reshape(-1).astype(np.float64)
 
 
-def _words(cache: Cache, accesses: int, rng: random.Random) -> np.ndarray:
-    """32-bit outputs of Python's own generator, so that a sampled eviction draws what rng.sample draws."""
-    n = 3 * cache.sample * accesses + 1
-    return np.frombuffer(rng.getrandbits(32 * n).to_bytes(4 * n, "little"), np.uint32) if cache.sample else np.zeros(1, np.uint32)
+def _words(sample: int, keys: int, accesses: int, rng: random.Random) -> np.ndarray:
+    """32-bit outputs of Python's own generator, so that a sampled eviction draws what rng.sample draws. A sample of all keys draws nothing."""
+    n = 3 * sample * accesses + 1
+    if not 0 < sample < keys:
+        return np.zeros(1, np.uint32)
+    if n > MOST_WORDS:
+        raise SimulationError(f"sample={sample} on {accesses} accesses needs {n / 2**28:.0f} GB of random numbers; take a smaller sample, at most {MOST_WORDS // (3 * accesses)} here, or a shorter trace")
+    return np.frombuffer(b"".join(_drawn(n, rng)), np.uint32)
+
+
+def _drawn(n: int, rng: random.Random) -> Iterator[bytes]:
+    """The generator's next n outputs, as little-endian bytes: in pieces, since it counts the bits of one call in an int of C."""
+    for first in range(0, n, PIECE):
+        size = min(PIECE, n - first)
+        yield rng.getrandbits(32 * size).to_bytes(4 * size, "little")
 
 
 def _occurrences_of(experts, starts, E, usage):

@@ -31,3 +31,8 @@ def compiled(function):
         return numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True, _nrt=False)(function)
     finally:
         numba.config.CACHE_DIR = usual
+
+
+def is_compiled(function) -> bool:
+    """Whether calling a `compiled` function starts at once: it has been called, or an earlier process left its machine code."""
+    return bool(function.signatures) or any(Path(function.stats.cache_path).glob(f"*{function.py_func.__name__}-*.nbi"))

@@ -146,7 +146,10 @@ class Outcome:
         return 1000.0 * int(self.tokens_S[self._decoded()].sum()) / passed if passed else math.inf
 
     def percentile_ms(self, q: float) -> float:
-        """The q-th percentile of the decode passes' durations."""
+        """The q-th percentile of the decode passes' durations, q of 0..100."""
+        at_least("q", q, 0.0)
+        if q > 100:
+            raise SimulationError(f"q={q!r}: a percentile lies in 0..100")
         return float(np.percentile(self.token_ms, q))
 
     @property
@@ -180,8 +183,9 @@ class Outcome:
         kind, _, what = self.rows
         return pd.DataFrame(what[kind == dq.GUESS_READ], columns=["of_pass", "key"])
 
-    def summary(self) -> dict[str, float]:
-        """The figures of one line of a table. Without decode passes or new sequences the figures that need them are left out."""
+    def summary(self, *, joules_per_byte: float | None = None) -> dict[str, float]:
+        """The figures of one line of a table. Without decode passes or new sequences the figures that need them are left out; with the price of a
+        byte, `energy_j` is the energy of the reads per token, like the MB beside it."""
         n = self.tokens
         line = dict(tokens=n, stall_ms=self.stall_ms / n, hit_rate=self.hit_rate, in_flight_rate=self.hits["in_flight"] / self.accesses,
                     demand_mb=self.demand_bytes / n / 1e6, prefetch_mb=self.prefetch_bytes / n / 1e6, wasted_mb=self.ledger.wasted_bytes / n / 1e6,
@@ -191,4 +195,6 @@ class Outcome:
             line |= dict(tok_s=self.tokens_per_s, p50_ms=self.percentile_ms(50), p99_ms=self.percentile_ms(99))
         if len(self.first_token_ms):
             line |= dict(ttft_ms=self.ttft_ms)
+        if joules_per_byte is not None:
+            line |= dict(energy_j=self.energy_j(joules_per_byte) / n)
         return line

@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 
 from ..traces.schema import DECODE, Trace, TraceError
-from . import counting, events
+from . import counting, events, jit
 from . import diskqueue as dq
 from . import residency as res
 from .config import GUARDS, ORACLE, POLICIES, Cache, Compute, Disk, Prefetch, SimulationError, SimulationWarning
@@ -21,6 +21,11 @@ from .outcome import Ledger, Outcome
 
 LONGEST = 1e12          # ms, 30 years: a double still tells a tenth of a microsecond there
 NOISE_DRAWS = 1 << 16   # after so many reads the noise repeats
+
+
+def is_compiled() -> bool:
+    """Whether a replay starts at once; otherwise the first one compiles for a while."""
+    return jit.is_compiled(events.replay)
 
 
 def replay(trace: Trace, cache: Cache, disk: Disk, *, compute: Compute = Compute(), prefetch: Prefetch | None = None, warmup: int = 0,

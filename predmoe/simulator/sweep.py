@@ -12,7 +12,7 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from ..traces.schema import Trace
-from .config import Cache, Compute, Disk, Prefetch, SimulationError
+from .config import Cache, Compute, Disk, Prefetch, SimulationError, at_least
 from .replay import replay
 
 DEMAND = "demand"
@@ -24,15 +24,17 @@ AXES = ("policy", *_CACHE, *_DISK, *_COMPUTE, *_PREFETCH)
 
 
 def sweep(trace: Trace, *, cache: Cache = Cache(slots=64), disk: Disk = Disk(), compute: Compute = Compute(), prefetch: Prefetch = Prefetch(),
-          warmup: int = 0, cold: str = "trace", workers: int | None = None, progress: bool = True, **axes: Iterable) -> pd.DataFrame:  # fmt: skip
+          warmup: int = 0, cold: str = "trace", joules_per_byte: float | None = None, workers: int | None = None, progress: bool = True, **axes: Iterable) -> pd.DataFrame:  # fmt: skip
     """Replay `trace` for every combination of the values on `axes` (names in AXES), starting from the given settings.
 
     `policy` is where prefetches come from: "demand" for none, "oracle", or a predictor of the trace; by default "demand"
     and `prefetch.source`. Settings of the prefetch do not multiply the demand rows. Returns one row per cell, in the order of
-    the axes: the axes' values and `Outcome.summary`. Replays run in threads (the compiled loop holds no lock), as many as there are cores.
+    the axes: the axes' values and `Outcome.summary`, with energy where `joules_per_byte` is given. Replays run in threads (the compiled loop holds no lock), as many as there are cores.
     """
     if workers is not None and (not isinstance(workers, int) or workers < 1):
         raise SimulationError(f"workers={workers!r}: a sweep needs at least one")
+    if joules_per_byte is not None:
+        at_least("joules_per_byte", joules_per_byte, 0.0)
     unknown = sorted(set(axes) - set(AXES))
     if unknown:
         raise SimulationError(f"unknown axes {', '.join(unknown)}; a sweep has {', '.join(AXES)}")
@@ -41,7 +43,7 @@ def sweep(trace: Trace, *, cache: Cache = Cache(slots=64), disk: Disk = Disk(), 
     jobs = [_settings(dict(cell), cache, disk, compute, prefetch) for cell in cells]   # every cell is checked before the first is run
     outcomes: list[dict | None] = [None] * len(jobs)
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        running = {pool.submit(_summary, trace, job, warmup, cold): i for i, job in enumerate(jobs)}
+        running = {pool.submit(_summary, trace, job, warmup, cold, joules_per_byte): i for i, job in enumerate(jobs)}
         try:
             for future in tqdm(as_completed(running), total=len(jobs), unit="replay", disable=not progress):
                 outcomes[running[future]] = future.result()
@@ -82,6 +84,6 @@ def _settings(cell: dict, cache: Cache, disk: Disk, compute: Compute, prefetch: 
     return (dataclasses.replace(cache, **capacity), dataclasses.replace(disk, **part(_DISK)), dataclasses.replace(compute, **part(_COMPUTE)), ahead)
 
 
-def _summary(trace: Trace, job: tuple, warmup: int, cold: str) -> dict:
+def _summary(trace: Trace, job: tuple, warmup: int, cold: str, joules_per_byte: float | None) -> dict:
     cache, disk, compute, ahead = job
-    return replay(trace, cache, disk, compute=compute, prefetch=ahead, warmup=warmup, cold=cold).summary()
+    return replay(trace, cache, disk, compute=compute, prefetch=ahead, warmup=warmup, cold=cold).summary(joules_per_byte=joules_per_byte)
