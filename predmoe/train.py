@@ -24,9 +24,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from predmoe import gpu, sharding
 from predmoe.config import ConfigError, RunConfig
 from predmoe.data import Tokens, prepare
-from predmoe import gpu, sharding
 from predmoe.evaluation import Heads, evaluate
 from predmoe.files import read_json, read_lines, write_json  # noqa: F401  read_lines for those who read runs
 from predmoe.loader import Loader
