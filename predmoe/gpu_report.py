@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import carry, config, provenance, recording, runs, studies, traces
-from .train import write_json
+from .files import write_json
+from .train import check_device
 
 ARMS = {"baseline": {"lambda_pred": 0.0}, "joint": {"lambda_pred": 0.3}}
 TRACE_BYTES = 16_000_000
@@ -49,12 +50,12 @@ def run(out: Path, *, tier: str = "a", seeds: Sequence[int] = (0, 1, 2), minutes
     """
     ending = time.monotonic() + 60 * minutes
     left = lambda: ending - time.monotonic()  # noqa: E731
-    out = Path(out)
+    out, todo, fit = Path(out), jobs(tier, seeds, changes or {}), studies.posthoc_config(tier, posthoc or {})
+    check_device(todo[0].run.train.device)
     out.mkdir(parents=True, exist_ok=True)
     if tokens is not None and not (out / "unpacked").exists():
         report(f"tokens: {carry.unpack(tokens).name}")
         (out / "unpacked").touch()
-    todo, fit = jobs(tier, seeds, changes or {}), studies.posthoc_config(tier, posthoc or {})
     speed = out / "throughput.json"
     if not speed.exists():
         from . import throughput

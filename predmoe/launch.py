@@ -26,17 +26,26 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         elastic_launch(how, sys.executable)("-u", "-m", "predmoe.worker", str(options.folder), *rest)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        print(f"predmoe: {sentence(rank, failure)}", file=sys.stderr, flush=True)
+        print(f"predmoe: {sentence(*first(error.failures))}", file=sys.stderr, flush=True)
         return 2
     return 0
+
+
+def first(failures: dict) -> tuple[int, object]:
+    """The process whose end is the cause: one that was killed, else one that says why; the others fail for want of it."""
+    return min(failures.items(), key=lambda item: (item[1].exitcode >= 0, not _said(item[1]), item[1].timestamp))
+
+
+def _said(failure) -> str:
+    """The sentence that the worker left (`distributed.report`), or nothing."""
+    text = str(failure.message).split("\n")[0] if failure.exitcode > 0 else ""
+    return "" if text.startswith("To enable traceback") else text
 
 
 def sentence(rank: int, failure) -> str:
     """What ended first and what to do, from torch's ProcessFailure."""
     how = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
-    said = failure.message.split("\n")[0] if failure.exitcode > 0 and failure.message and not failure.message.startswith("To enable traceback") else ""
-    why = f" ({said})" if said else ""
+    why = f" ({_said(failure)})" if _said(failure) else ""
     return f"process {rank} {how}{why}, so the others were stopped; the last checkpoint stays, and the same command goes on from it"
 
 

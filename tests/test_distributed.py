@@ -20,6 +20,7 @@ from predmoe import runs, sharding, worker
 from predmoe.config import ConfigError, DataConfig, to_dict
 from predmoe.data import prepare
 from predmoe.distributed import ENGINES, DistributedTrainer, description, record
+from predmoe.launch import first, sentence
 from predmoe.model import load_checkpoint
 from predmoe.train import Trainer, TrainingError, load_predictor, write_json
 
@@ -255,3 +256,14 @@ def test_a_paused_run_goes_on_to_the_same_bits(corpus, tmp_path):
     assert told[-1] == "paused at step 1/30" and (folder / "state.pt").exists() and not (folder / "finished.json").exists()
     Trainer(tiny(corpus), folder).train()
     assert results(folder) == results(whole)
+
+
+def test_the_cause_is_told_and_not_what_followed_from_it():
+    """A process that lost its peer fails as well, perhaps in the same instant: neither hides the one that was killed nor the one that says why."""
+    lost = SimpleNamespace(exitcode=1, message="To enable traceback see: ...", timestamp=1)
+    killed = SimpleNamespace(exitcode=-9, message="Signal 9 (SIGKILL) received", timestamp=2)
+    refused = SimpleNamespace(exitcode=2, message="ConfigError: lr=0 must be positive\nmore", timestamp=2)
+    assert sentence(*first({0: lost, 1: killed})) == (
+        "process 1 was ended by signal 9, so the others were stopped; the last checkpoint stays, and the same command goes on from it")
+    assert sentence(*first({0: lost, 3: refused})).startswith("process 3 ended with exit code 2 (ConfigError: lr=0 must be positive), so")
+    assert sentence(*first({0: lost})).startswith("process 0 ended with exit code 1, so")

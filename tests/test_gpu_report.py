@@ -73,10 +73,10 @@ def test_arms_come_in_pairs_seed_by_seed(corpus):
     assert len({job.run.hash for job in found}) == 4 and all(job.run.train.device == "cuda" for job in found)
 
 
-def test_a_trace_that_would_be_too_large_and_settings_without_sense_are_refused(corpus, tmp_path, capsys):
+def test_settings_without_sense_and_a_missing_gpu_are_refused(corpus, tmp_path, capsys):
     assert cli.main(["gpu-report", "--out", str(tmp_path), "--minutes", "0"]) == 2
     assert "--minutes 0 must be positive" in capsys.readouterr().err
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device here"):
             gpu_report.run(tmp_path / "a", changes={"data": {"corpus": corpus, "tokenizer": "bpe8k"}}, report=lambda line: None)
-        assert not (tmp_path / "a" / "results.json").exists()   # nothing is made up where there is no GPU
+        assert not (tmp_path / "a").exists()   # nothing is made up where there is no GPU
