@@ -16,7 +16,7 @@ import torch
 from team import together
 from tiny_runs import JOINT, finished, folder_of, lines, results, tiny
 
-from predmoe import runs, sharding, worker
+from predmoe import cli, runs, sharding, worker
 from predmoe.config import ConfigError, DataConfig, to_dict
 from predmoe.data import prepare
 from predmoe.distributed import ENGINES, DistributedTrainer, description, record
@@ -267,3 +267,11 @@ def test_the_cause_is_told_and_not_what_followed_from_it():
         "process 1 was ended by signal 9, so the others were stopped; the last checkpoint stays, and the same command goes on from it")
     assert sentence(*first({0: lost, 3: refused})).startswith("process 3 ended with exit code 2 (ConfigError: lr=0 must be positive), so")
     assert sentence(*first({0: lost})).startswith("process 0 ended with exit code 1, so")
+
+
+def test_the_command_passes_on_how_many_processes(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(runs, "get_or_train", lambda run, *, store, report, **several: seen.append(several) or SimpleNamespace(path=tmp_path))
+    assert cli.main(["train", "--store", str(tmp_path)]) == 0
+    assert cli.main(["train", "--store", str(tmp_path), "--nproc", "4", "--engine", "hsdp"]) == 0
+    assert seen == [{}, {"nproc": 4, "engine": "hsdp"}]

@@ -80,3 +80,13 @@ def test_settings_without_sense_and_a_missing_gpu_are_refused(corpus, tmp_path, 
         with pytest.raises(ConfigError, match="no CUDA device here"):
             gpu_report.run(tmp_path / "a", changes={"data": {"corpus": corpus, "tokenizer": "bpe8k"}}, report=lambda line: None)
         assert not (tmp_path / "a").exists()   # nothing is made up where there is no GPU
+
+
+def test_a_trace_that_is_too_large_to_carry_is_refused_and_not_left(tmp_path, monkeypatch):
+    job = gpu_report.jobs("smoke", [0], {})[0]
+    monkeypatch.setattr(runs, "get_or_fit", lambda *_, **__: None)
+    monkeypatch.setattr(gpu_report.recording, "record_run", lambda *_: None)
+    monkeypatch.setattr(gpu_report.traces, "save", lambda trace, path: path.write_bytes(bytes(gpu_report.TRACE_BYTES + 1)))
+    with pytest.raises(ConfigError, match="the trace of baseline, seed 0, has 16 MB, more than 16"):
+        gpu_report.finish(tmp_path, job, None, keep_weights=False, report=print)
+    assert not list((tmp_path / "traces").iterdir())
