@@ -1,6 +1,8 @@
 """How fast the engine is, as ratios within one run: `python benchmarks/engine.py PART`. Models have random weights, since speed does not ask what they say.
 
-    peers   decoding with every expert in memory against transformers' generate, and with a quarter of them against accelerate's disk offload
+    peers   decoding with every expert in memory against transformers' generate, and with a quarter of them against accelerate's disk offload and
+            llama.cpp on a mapped file (where it is installed: see `predmoe.gguf_file`). With --memory-mb or --memory-factor only those with experts on
+            disk, each under the same memory limit, page cache included
     bound   time per token over the larger of computing alone and bytes at the disk's best bandwidth: without prefetch, next layer's router, oracle
     large   a model of OLMoE-1B-7B's shape (13.8 GB in bf16, written in a stream, removed at the end): peak memory, speed, bytes
     soak    many tokens with a cache of one top-k set: memory, ledger, threads
@@ -20,12 +22,12 @@ import numpy as np
 import torch
 from steps import arguments, markdown, write
 
-from predmoe import config, engine_study, peers
+from predmoe import config, engine_study, gguf_file, peers
 from predmoe.config import ModelConfig
-from predmoe.engine import Engine, export
+from predmoe.engine import Engine, export, stored_model
 from predmoe.engine.machine import measure_disk
-from predmoe.engine.summary import peak_resident_bytes
 from predmoe.model import MoEModel, dense_entries, expert_entries, save_checkpoint
+from predmoe.process import peak_resident_bytes
 from predmoe.simulator import Cache, Prefetch
 
 SIZES = {
@@ -33,6 +35,8 @@ SIZES = {
     "cpu": dict(vars(config.TIERS["cpu"].model)),
     "wide": dict(vars(config.TIERS["cpu"].model)) | {"hidden_size": 512, "expert_size": 512, "num_heads": 4},
     "b": dict(vars(config.TIERS["b"].model)),
+    # 700 million parameters (1.4 GB in bf16, 95% of them experts): beside it the memory of Python and its libraries is small
+    "gb": dict(vocab_size=8192, hidden_size=768, num_layers=12, num_heads=12, expert_size=768, num_experts=32, top_k=4, context=512),
 }  # fmt: skip
 OLMOE = dict(vocab_size=50304, hidden_size=2048, num_layers=16, num_heads=16, expert_size=1024, num_experts=64, top_k=8, context=4096, norm_topk_prob=False)
 
@@ -63,11 +67,11 @@ class RandomModel:
         return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
 
 
-def made(shape: dict, folder: Path) -> tuple[Path, Path]:
-    """(checkpoint, its float32 export) of a model with random weights."""
-    model = MoEModel(ModelConfig(**shape)).initialise(0)
+def made(shape: dict, folder: Path, dtype: str = "float32") -> tuple[Path, Path]:
+    """(checkpoint, its export as `dtype`) of a model with random weights, which are rounded before, so that both hold the same."""
+    model = stored_model(MoEModel(ModelConfig(**shape)).initialise(0), dtype)
     checkpoint = save_checkpoint(model, folder / "checkpoint")
-    export(checkpoint, folder / "out", dtype="float32")
+    export(checkpoint, folder / "out", dtype=dtype)
     return checkpoint, folder / "out"
 
 
@@ -76,15 +80,43 @@ def prompts_of(shape: dict, count: int, tokens: int) -> list[list[int]]:
 
 
 def run_peers(options, folder: Path) -> tuple[dict, list[dict]]:
-    shape = SIZES[options.size]
-    checkpoint, out = made(shape, folder)
-    table = peers.compare(peers.KINDS, checkpoint, out, prompts_of(shape, options.prompts, 8), new_tokens=options.tokens, share=0.25, threads=options.threads, rounds=options.rounds)
-    at = table.groupby("kind", sort=False)[["tok_s", "ttft_ms", "peak_mb"]].median()
-    against = {"engine": "transformers", "engine-disk": "offload"}
-    words = {"transformers": "transformers, generate, all in memory", "offload": "transformers, experts on disk (accelerate)",
-             "engine": "engine, all experts in memory", "engine-disk": "engine, a quarter of them in memory"}  # fmt: skip
-    rows = [{f"decoding, {options.size}, {options.threads} thread(s)": words[kind], "tok/s": f"{line.tok_s:,.1f}", "first token": f"{line.ttft_ms:,.1f} ms", "peak memory": f"{line.peak_mb:,.0f} MB",
-             "ratio": f"{line.tok_s / at.tok_s[against[kind]]:.2f}x {against[kind]}" if kind in against else ""} for kind, line in at.iterrows()]  # fmt: skip
+    """What is fair: every contender computes the same model, and with --dtype bf16 every one's experts take the same bytes on disk (with float32,
+    llama.cpp's, always bf16, take half). Under a limit all have the same memory in all (`predmoe.peers` says how it is counted), so that what
+    a contender's libraries take for themselves it lacks for experts; with a model of `--size gb` that is the smaller part. --memory-factor F
+    sets the limit to F times what the engine with a quarter of the experts is charged for when memory is not scarce: its process, the dense part
+    and the buffers; the page cache it hardly uses. With F = 1 a contender has what the engine needs and nothing more; a tenth more
+    spares the kernel the search for the last page.
+    """
+    shape, share = SIZES[options.size], 0.25
+    checkpoint, out = made(shape, folder, options.dtype)
+    why, prompts = gguf_file.missing(), prompts_of(shape, options.prompts, 8)
+    asked = dict(new_tokens=options.tokens, share=share, threads=options.threads)
+    limit = options.memory_mb
+    if options.memory_factor:
+        charged = peers.charge_of("engine-disk", checkpoint, out, prompts, **asked)
+        if charged is None:
+            print("No memory control group can be had here, so no limit follows from --memory-factor; the contenders run without one.")
+        limit = (charged or 0) * options.memory_factor
+    kinds = [kind for kind in (peers.DISK if limit else peers.KINDS) if kind != peers.LLAMA or not why]
+    print(f"llama.cpp is left out: {why}\n" if why else "", end="")
+    table = peers.compare(kinds, checkpoint, out, prompts, **asked, rounds=options.rounds, memory_mb=limit)
+    at = table.groupby("kind", sort=False)[[*peers.NUMBERS, "same_tokens"]].median()
+    first = table.groupby("kind", sort=False)[["memory_mb", "limited", "ran"]].first()
+    against = {"engine": ["transformers"], "engine-disk": ["offload", peers.LLAMA]}
+    words = {"transformers": "transformers, generate, all in memory", "offload": "transformers, experts on disk (accelerate)", "engine": "engine, all experts in memory",
+             "engine-disk": "engine, a quarter of them in memory", peers.LLAMA: "llama.cpp, bf16, mapped file"}  # fmt: skip
+    shown = lambda value, form: "" if value != value else format(value, form)  # noqa: E731
+    rows = []
+    for kind, line in at.iterrows():
+        memory_mb, limited, ran = first.loc[kind]
+        ratios = [f"{line.tok_s / at.tok_s[other]:.2f}x {other}" for other in against.get(kind, []) if other in at.index and first.ran[other] and ran]
+        title = f"decoding, {options.size}, {options.dtype}, {options.threads} thread(s)"
+        rows.append({title: words[kind], "tok/s": shown(line.tok_s, ",.2f") if ran else "does not run",
+                     "first token": shown(line.ttft_ms, ",.1f"), "peak MB": shown(line.peak_mb, ",.0f"), "charged MB": shown(line.charged_mb, ",.0f"),
+                     "limit MB": "none" if not memory_mb else f"{memory_mb:,.0f}" if limited else f"{memory_mb:,.0f}, not in force",
+                     "major faults": shown(line.major_faults, ",.0f"), "MB read per token": shown(line.read_mb / line.tokens, ",.2f"),
+                     "same tokens": shown(line.same_tokens, ".0%"), "ratio": ", ".join(ratios)})  # fmt: skip
+    print(*peers.say(table), "", sep="\n")
     return {"rounds": table.to_dict("records")}, rows
 
 
@@ -155,6 +187,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--reads", type=int, default=300, help="reads at each depth when the disk is measured")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="of the experts in `peers`")
+    parser.add_argument("--memory-mb", type=float, default=0.0, help="`peers`: memory limit of each contender with experts on disk, 10^6 bytes; 0 for none")
+    parser.add_argument("--memory-factor", type=float, default=0.0, help="`peers`: the limit as a multiple of what the engine needs; 0 for none")
     parser.add_argument("--cache-mb", type=float, default=600.0, help="expert buffers of `large`")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where models are written: a real disk, not a file system in memory")
     options = parser.parse_args()

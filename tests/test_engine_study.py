@@ -5,8 +5,7 @@ import pandas as pd
 import pytest
 from engine_models import house
 
-from predmoe import engine_study, peers, plots_engine
-from predmoe.config import ConfigError
+from predmoe import engine_study, plots_engine
 from predmoe.engine.machine import measure_compute, measure_disk
 from predmoe.engine_study import DEMAND, Generation
 from predmoe.simulator import Cache, Compute, Disk, Prefetch, replay
@@ -93,24 +92,3 @@ def test_the_machine_is_measured():
     compute, ms = measure_compute(h.folder, h.prompts[:2], max_new_tokens=8, prefetch=Prefetch(source="ranking"))
     parts = np.sum(compute.attention_ms) + 2 * np.sum(compute.expert_ms) + compute.head_ms
     assert 0.7 * ms < parts < 1.1 * ms and compute.overlap and compute.extra_token >= 0
-
-
-# --- peers -------------------------------------------------------------------------------------------------------------
-
-def test_peers_that_nobody_knows_or_that_fail_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="peers: 'llama' is unknown; choose of transformers, offload, engine, engine-disk"):
-        peers.compare(["llama"], tmp_path, tmp_path, [[1]], new_tokens=2, share=0.5)
-    assert list(peers.compare([], tmp_path, tmp_path, [[1]], new_tokens=2, share=0.5).columns) == ["kind", "round", "tok_s", "ttft_ms", "peak_mb", "tokens"]
-
-
-def test_ratios_are_said_of_those_that_ran():
-    table = pd.DataFrame([dict(kind=kind, tok_s=speed, peak_mb=10.0) for kind, speed in (("engine", 30.0), ("transformers", 10.0), ("engine-disk", 20.0))])
-    (said,) = peers.say(table)
-    assert "3.00 times the decoding tokens/s of transformers (30.0 against 10.0)" in said
-
-
-@pytest.mark.slow
-def test_all_contenders_give_the_same_tokens_in_processes_of_their_own():
-    h = house()
-    table = peers.compare(peers.KINDS, h.root / "checkpoint", h.folder, h.prompts[:2], new_tokens=12, share=0.3)
-    assert table.kind.tolist() == list(peers.KINDS) and (table.tok_s > 0).all() and (table.tokens == 22).all() and (table.peak_mb > 50).all()

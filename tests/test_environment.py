@@ -12,11 +12,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from predmoe import paths
+from predmoe import gguf_file, paths
 
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 COMPARISON = [Requirement(text) for text in EXTRAS.pop("comparison")]   # pinned in pyproject.toml itself, installed without dependencies
+PEERS = [Requirement(text) for text in EXTRAS.pop("peers")]   # likewise, but only by who wants them
 ASKED = [Requirement(text) for text in PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"] + sum(EXTRAS.values(), [])]
 CORPORA = {canonicalize_name(Requirement(text).name) for text in EXTRAS["corpus"]}
 PINS = [line for line in (paths.ROOT / "requirements.lock").read_text().splitlines() if line and not line.startswith("#")]
@@ -39,7 +40,7 @@ def test_everything_imported_is_a_declared_dependency(folder, extras):
     """Not only what some other package happens to bring along."""
     declared = PROJECT["project"]["dependencies"] + sum((EXTRAS[extra] for extra in extras), [])
     allowed = {canonicalize_name(Requirement(text).name) for text in declared}
-    allowed |= {canonicalize_name(r.name) for r in COMPARISON if folder == "tests"}
+    allowed |= {canonicalize_name(r.name) for r in COMPARISON * (folder == "tests") + PEERS * (folder != "scripts")} | {"llama_cpp"}
     allowed |= {"predmoe"} | {path.stem for path in (paths.ROOT / folder).glob("*.py")} | sys.stdlib_module_names
     providers = metadata.packages_distributions()
     for path in (paths.ROOT / folder).rglob("*.py"):
@@ -90,6 +91,25 @@ def test_what_the_tests_compare_with_is_pinned_the_same_everywhere(asked):
         assert f"pip install --no-deps {asked}" in (paths.ROOT / file).read_text(), file
     assert metadata.version(asked.name) == str(asked.specifier).removeprefix("==")
     assert not any(asked.name in path.read_text() for path in (paths.ROOT / "predmoe").rglob("*.py"))
+
+
+def test_llama_cpp_is_pinned_the_same_everywhere_and_asks_for_nothing_new():
+    """It is in no lock and nobody installs it unasked; whoever does gets pyproject's versions, and finds the rest of what they need in the lock."""
+    assert {r.name: str(r.specifier).removeprefix("==") for r in PEERS} == gguf_file.WANTED and not {canonicalize_name(r.name) for r in PEERS} & set(LOCK)
+    for file in ("README.md", "environment.yml"):
+        assert gguf_file.INSTALL in (paths.ROOT / file).read_text(), file
+    assert not any(r.name in (paths.ROOT / "Makefile").read_text() for r in PEERS)
+    for asked in PEERS:
+        if installed(asked.name):
+            assert metadata.version(asked.name) == gguf_file.WANTED[asked.name]
+            assert {canonicalize_name(r.name) for r in needs(asked.name)} <= set(LOCK) | {r.name for r in PEERS}
+
+
+def installed(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def needs(name, extras=()):

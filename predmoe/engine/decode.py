@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..config import ConfigError
+from ..process import kernel_bytes
 from ..simulator import Cache, Prefetch, uses
 from ..simulator.config import ORACLE
 from ..traces.schema import DECODE, PREFILL, Trace, TraceError
@@ -31,7 +32,7 @@ from .layout import EXPERTS, load_manifest
 from .recorder import Recorder
 from .resident import Guesser, KeyValues, Resident, best
 from .storage import BlockFile, EngineError
-from .summary import Clock, Summary, kernel_bytes, summarise
+from .summary import Clock, Summary, summarise
 
 GUARDS = ("none", "idle")   # the simulator's "window" compares with a clock's future, which an engine does not have
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..process import kernel_bytes, peak_resident_bytes
 from ..simulator import Compute, Ledger
 from ..simulator import diskqueue as dq
 from ..traces.schema import DECODE
@@ -141,21 +141,3 @@ def summarise(engine: Engine) -> Summary:
         accesses=int(counts[dq.ACCESSES]), hits=int(counts[dq.RESIDENT]), ledger=engine.experts.ledger(), buffer_bytes=engine.experts.buffers.bytes,
         peak_resident_bytes=peak_resident_bytes(),
     )  # fmt: skip
-
-
-def kernel_bytes() -> int | None:
-    """Bytes that the kernel has fetched from disks for this process (/proc/self/io, read_bytes); None where it does not say."""
-    return _field("/proc/self/io", "read_bytes:", 1)
-
-
-def peak_resident_bytes() -> int:
-    """The process's peak resident memory (VmHWM)."""
-    return _field("/proc/self/status", "VmHWM:", 1024)
-
-
-def _field(path: str, name: str, unit: int) -> int | None:
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * unit for line in lines if line.startswith(name)), None)
