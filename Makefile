@@ -3,13 +3,16 @@
 #   make report PROFILE=cpu      the committed report's profile
 #   make test                    the whole test suite
 #   make lab                     JupyterLab on the notebooks
+#   make paper                   paper/main.pdf from the committed results; needs LaTeX and says which packages
 
 PYTHON ?= python3.11
 PROFILE ?= smoke
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: report test lab lock
+LATEX := texlive-latex-recommended texlive-pictures texlive-fonts-recommended lmodern latexmk
+
+.PHONY: report test lab paper latex lock
 
 report: $(INSTALLED)
 	$(BIN)/predmoe report --profile $(PROFILE)
@@ -19,6 +22,16 @@ test: $(INSTALLED)
 
 lab: $(INSTALLED)
 	$(BIN)/jupyter lab notebooks
+
+# The committed report's profile unless another is named; PAPER_OPTIONS=--any-commit takes results of several commits.
+paper: PROFILE = cpu
+paper: latex $(INSTALLED)
+	$(BIN)/predmoe paper --profile $(PROFILE) $(PAPER_OPTIONS)
+
+# Nothing is installed here: what a system lacks is for its owner to add.
+latex:
+	@command -v latexmk >/dev/null && command -v pdflatex >/dev/null && command -v bibtex >/dev/null || { \
+	  echo "The paper needs LaTeX. Debian: apt-get install --no-install-recommends $(LATEX)"; exit 1; }
 
 # Resolve pyproject.toml anew and rewrite requirements.lock.
 lock:
@@ -33,7 +46,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@echo "Setting up .venv from requirements.lock (a few minutes, about 2 GB)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --no-deps -r requirements.lock
-	$(BIN)/python -m pip install --no-build-isolation -c requirements.lock -e '.[test]'
+	$(BIN)/python -m pip install --no-build-isolation -c requirements.lock -e '.[test,eval]'
 	$(BIN)/python -m pip install --no-deps libcachesim==0.3.5
 	$(BIN)/python -c 'import torch, predmoe; print("torch", torch.__version__, "is ready")'
 	@touch $@

@@ -1,5 +1,5 @@
-"""The command line: `predmoe report`, `plan`, `train` and `readme`; `trace` and `simulate` are in `cli_traces`, `export` and `generate` in `cli_engine`. What a person can mend is one sentence and
-exit code 2; a bug is a traceback."""
+"""The command line: `predmoe report`, `plan`, `train`, `paper` and `readme`; `trace` and `simulate` are in `cli_traces`, `export` and `generate`
+in `cli_engine`, `probe` in `cli_hf`, `evaluate` in `cli_downstream`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from . import cli_engine, cli_traces, config
+from . import cli_downstream, cli_engine, cli_hf, cli_traces, config
 from .config import ConfigError
 
 
@@ -85,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
 
     cli_traces.add(commands)
     cli_engine.add(commands)
+    cli_hf.add(commands)
+    cli_downstream.add(commands)
+
+    command = commands.add_parser("paper", help="write the paper's numbers and figures from a profile's results, and build its PDF")
+    command.add_argument("--profile", default="cpu", help="whose results the paper reports (default: cpu)")
+    command.add_argument("--any-commit", action="store_true", help="take results of several commits or of changed code as well; the paper then says so")
+    command.add_argument("--no-pdf", action="store_true", help="write numbers.tex and figures/ only; needs no LaTeX")
+    command.add_argument("--bundle", nargs="?", type=Path, const=Path("paper/predmoe-arxiv.tar.gz"), metavar="FILE",
+                         help="also write the sources as an archive for arXiv that compiles on its own (default: paper/predmoe-arxiv.tar.gz)")  # fmt: skip
+    command.set_defaults(command=_paper)
 
     command = commands.add_parser("readme", help="bring the computed parts of README.md up to date with outputs/")
     command.set_defaults(command=_readme)
@@ -150,6 +160,24 @@ def _gpu_report(options) -> int:
                        keep_weights=options.keep_weights, peers=not options.no_peers, report=lambda line: print(line, file=sys.stderr, flush=True))  # fmt: skip
     except runs.RunFailed as error:
         return _say(str(error), 1)
+    return 0
+
+
+def _paper(options) -> int:
+    from . import paper, paper_build
+
+    if options.no_pdf and options.bundle:
+        raise ConfigError("--no-pdf and --bundle: an archive is compiled before it is written, so it needs LaTeX")
+    if not options.no_pdf:
+        paper_build.need_latex()   # before anything is drawn
+    for note in paper.write(options.profile, any_commit=options.any_commit):
+        print(f"predmoe: note: {note}", file=sys.stderr)
+    if options.no_pdf:
+        print(paper.FOLDER / "numbers.tex")
+        return 0
+    print(paper_build.compile(paper.FOLDER))
+    if options.bundle:
+        print(paper_build.bundle(paper.FOLDER, options.bundle))
     return 0
 
 

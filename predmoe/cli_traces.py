@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from . import cli_hf
 from .config import ConfigError
 
 ARMS = {"baseline": {}, "joint": {"lambda_pred": 0.3}}
@@ -47,16 +48,17 @@ def add(commands) -> None:
     command.add_argument("--locality", action="store_true", help="also SRP and SCH (arXiv 2505.16056) and cache hit rates, which takes longer")
     command.set_defaults(command=_told(_info))
 
-    command = trace.add_parser("record", help="record a profile's model on held-out text or its own generations, training it where need be")
-    command.add_argument("--profile", default="smoke", help="smoke, cpu, tier_b or tier_a (default: smoke)")
-    command.add_argument("--arm", choices=ARMS, default="baseline", help="the ordinary model, or the one trained with lambda_pred = 0.3 (default: baseline)")
-    command.add_argument("--seed", type=int, default=0, help="initialisation seed (default: 0)")
+    command = trace.add_parser("record", help="record a profile's model on held-out text or its own generations, training it where need be; or, with --model, any transformers MoE on given text")
+    command.add_argument("--profile", help="smoke, cpu, tier_b or tier_a (default: smoke)")
+    command.add_argument("--arm", choices=ARMS, help="the ordinary model, or the one trained with lambda_pred = 0.3 (default: baseline)")
+    command.add_argument("--seed", type=int, help="initialisation seed (default: 0)")
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes", help="change the model's configuration, as in `predmoe train`")
     command.add_argument("--generated", action="store_true", help="on the model's own generations")
     for name, kind in (("per-domain", int), ("tokens", int), ("prompt", int), ("guesses", int), ("temperature", float), ("generation-seed", int)):
         command.add_argument(f"--{name}", type=kind, help=f"Recording.{name.removeprefix('generation-').replace('-', '_')}")
     command.add_argument("--predictors", nargs="+", help="linear, ranking, next_router, cotrained, token_id, static (default: the first three)")
     command.add_argument("--out", type=Path, help="the trace's file (default: outputs/PROFILE/traces/ARM.trace.safetensors)")
+    cli_hf.add_recording(command)
     command.set_defaults(command=_told(_record))
 
     _add_simulate(commands)
@@ -248,18 +250,25 @@ def _record(options) -> int:
     from . import config, recording, runs
     from .cli import sections
 
+    if options.model is not None:
+        print(f"{options.out}: {_size(cli_hf.record(options))}")
+        return 0
+    given = {"--text": options.text, "--text-file": options.text_file, "--horizon": options.horizon, "--heads": options.heads, "--tokenizer": options.tokenizer, "--dtype": options.dtype, "--device": options.device}
+    if alone := [name for name, value in given.items() if value]:
+        raise ConfigError(f"{', '.join(alone)} can only go with --model: a profile's models are recorded on held-out text")
+    profile, arm = options.profile or "smoke", options.arm or "baseline"
     asked = {name: getattr(options, name) for name in ("per_domain", "tokens", "prompt", "guesses", "temperature")}
     asked |= {"seed": options.generation_seed, "predictors": options.predictors and tuple(options.predictors)}
     what = recording.Recording(kind=recording.GENERATED if options.generated else recording.HELDOUT, **{n: v for n, v in asked.items() if v is not None})
     changes = sections(options.changes)
-    changes["objective"] = ARMS[options.arm] | changes.get("objective", {})
-    tier = options.profile.removeprefix("tier_")
-    run = config.tier(tier, seed=options.seed, **changes)
-    path = options.out or recording.trace_path(options.profile, options.arm, what)
+    changes["objective"] = ARMS[arm] | changes.get("objective", {})
+    tier = profile.removeprefix("tier_")
+    run = config.tier(tier, seed=options.seed or 0, **changes)
+    path = options.out or recording.trace_path(profile, arm, what)
     if options.out:   # else the folder is made
         may_write(path)
     say = lambda line: print(line, file=sys.stderr)  # noqa: E731
-    trace = recording.get_or_record(run, config.TIERS[tier].posthoc, what, path=path, store=runs.default_store(options.profile), report=say)
+    trace = recording.get_or_record(run, config.TIERS[tier].posthoc, what, path=path, store=runs.default_store(profile), report=say)
     print(f"{path}: {_size(trace)}")
     return 0
 

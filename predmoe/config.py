@@ -20,6 +20,7 @@ PREDICTORS = ("linear", "ranking")
 TARGETS = ("topk", "soft", "membership")
 GRADIENTS = ("input", "both")
 DTYPES = ("float32", "bfloat16")
+EVAL_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "openbookqa", "lambada_openai")   # the harness's own names
 MOST = 2**31 - 1             # of whatever is counted: beyond it sizes overflow far from where they were given
 MOST_THREADS = 4096
 SEEDS = (-(2**63), 2**63 - 1)   # what torch takes
@@ -268,6 +269,32 @@ class LocalityConfig:
         _count("segment", self.segment)
         if not self.shares or any(not 0 < share <= 1 for share in self.shares) or len(set(self.shares)) != len(self.shares):
             raise ConfigError(f"shares={self.shares} must be distinct fractions of a layer's experts, above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownstreamConfig:
+    """The third measurement of a finished run: zero-shot tasks of the lm-evaluation-harness, and a cloze task of our own.
+
+    `items`: of each task, drawn with `seed` (0: all). `cloze`: items made of the run's held-out text (0: none). `hub`: tasks come
+    from the hub, else from local files. `peer_items`: of each task, scored by the harness's transformers class as well.
+    """
+
+    tasks: tuple[str, ...] = EVAL_TASKS
+    items: int = 1000
+    cloze: int = 1000
+    seed: int = 0
+    hub: bool = False
+    peer_items: int = 50
+
+    def __post_init__(self):
+        for task in self.tasks:
+            _choice("task", task, EVAL_TASKS)
+        if len(set(self.tasks)) != len(self.tasks):
+            raise ConfigError(f"tasks={self.tasks} must be distinct")
+        for name in ("items", "cloze", "seed", "peer_items"):
+            _at_least(name, getattr(self, name), 0)
+        if not self.tasks and not self.cloze:
+            raise ConfigError("tasks=() and cloze=0 leave nothing to measure downstream")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,13 +190,14 @@ class Tokens:
         return EvalSet(_overlapping(flat, context), owner, self.domain[owner])
 
 
-def prepare(config: DataConfig, *, cache: Path | None = None) -> Tokens:
-    """The tokens of config.corpus under config.tokenizer, encoded now if no earlier run has, and split.
+def prepare(config: DataConfig, *, cache: Path | None = None, tokenizer: Tokenizer | None = None) -> Tokens:
+    """The tokens of config.corpus under config.tokenizer, encoded now if no earlier run has, and split. `tokenizer`: the one that
+    config.tokenizer names, where it is none of ours (`hf_models.HubTokenizer`).
 
     `cache`: folder of token files, by default $PREDMOE_CACHE or ~/.cache/predmoe. Raises ConfigError for a corpus that
     cannot be read, is empty, or is too small for the held-out and development sets.
     """
-    source, tokenizer = corpus(config.corpus), load_tokenizer(config.tokenizer)
+    source, tokenizer = corpus(config.corpus), tokenizer or load_tokenizer(config.tokenizer)
     folder = token_folder(source, tokenizer, cache or cache_folder())
     if not folder.is_dir():
         _encode(config, source, tokenizer, folder)

@@ -36,7 +36,7 @@ class Heads:
         self.predictor = predictor
 
     def __call__(self, hidden_LND: Tensor, horizon: int, tokens_N: Tensor) -> Tensor:
-        return self.predictor(hidden_LND, horizon)
+        return self.predictor(hidden_LND.float(), horizon)
 
 
 class NextRouter:
@@ -53,19 +53,21 @@ class Lookup:
     """Confounds known before the first layer: each layer's most popular experts, or the most frequent of the token id.
 
     `counts_LVE` are choices on training text. A token id never seen there falls back to popularity, which also breaks
-    ties between equal counts.
+    ties between equal counts. `rows_V`: the row of the counts that holds a token id, where not every id has one of its own.
     """
 
-    def __init__(self, counts_LVE: Tensor, by_token: bool):
+    def __init__(self, counts_LVE: Tensor, by_token: bool, rows_V: Tensor | None = None):
         popularity_LE = counts_LVE.sum(1).double()
         self.popularity_LE = popularity_LE / popularity_LE.sum(1, keepdim=True)
         self.counts_LVE = counts_LVE if by_token else None
+        self.rows_V = rows_V
 
     def __call__(self, hidden_LND: Tensor, horizon: int, tokens_N: Tensor) -> Tensor:
         popular_S1E = self.popularity_LE[horizon:].unsqueeze(1)
         if self.counts_LVE is None:
             return popular_S1E.expand(-1, tokens_N.numel(), -1)
-        return self.counts_LVE[horizon:, tokens_N].double() + 0.5 * popular_S1E
+        rows_N = tokens_N if self.rows_V is None else self.rows_V[tokens_N]
+        return self.counts_LVE[horizon:, rows_N].double() + 0.5 * popular_S1E
 
 
 class Accumulator:

@@ -15,7 +15,8 @@ from IPython.display import HTML
 from . import config, results, stats
 from .plots import PREDICTORS
 
-LOCALITY_MADE_WITH = ("curves", "seconds", "provenance", "measured_by", "locality_config", "data_hash")   # of a second measurement: left to the run store
+# Of a further measurement: left to the run store.
+FURTHER_MADE_WITH = ("curves", "seconds", "provenance", "measured_by", "locality_config", "downstream_config", "data_hash")
 PRIMARY = "ranking"   # the confirmatory comparison: joint against baseline under the strongest post-hoc predictor
 
 
@@ -23,21 +24,21 @@ PRIMARY = "ranking"   # the confirmatory comparison: joint against baseline unde
 
 def measure_arms(
     pairs: Sequence[tuple[str, config.RunConfig]], posthoc: config.PosthocConfig, *, profile: str, parallel: int,
-    locality: config.LocalityConfig | None = None,
+    **further: config.LocalityConfig | config.DownstreamConfig,
 ) -> list[dict]:  # fmt: skip
     """One measurement per pair, with its arm's name; what the store lacks is trained and measured first.
 
-    With `locality` each has the second measurement under that name.
+    With `locality=` or `downstream=` each has that measurement under that name.
     """
     from . import runs   # not at the top: it loads torch, which the report, made of files alone, does not need
 
-    measured = runs.get_or_measure([run for _, run in pairs], posthoc, profile=profile, locality=locality, parallel=parallel)
+    measured = runs.get_or_measure([run for _, run in pairs], posthoc, profile=profile, parallel=parallel, **further)
     for (arm, run), measurement in zip(pairs, measured):
         missing = [h for h in run.predictor.horizons if str(h) not in measurement["hit"][PRIMARY]]
         if missing:
             raise results.ResultError(f"{arm}, seed {run.train.seed}: the stored measurement has no horizon {', '.join(map(str, missing))}")
-    if locality is not None:
-        measured = [m | {"locality": {key: value for key, value in m["locality"].items() if key not in LOCALITY_MADE_WITH}} for m in measured]
+    for kind in further:
+        measured = [m | {kind: {key: value for key, value in m[kind].items() if key not in FURTHER_MADE_WITH}} for m in measured]
     return [{"arm": arm, **measurement} for (arm, _), measurement in zip(pairs, measured)]
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import runs
-from .config import LocalityConfig, PosthocConfig, RunConfig
+from .config import RunConfig
 from .locking import FolderLock
 
 LOOK_SECONDS = 5.0   # between looks for a claim that its holder has left or lost
 CLAIM = "lock.claim"   # beside the child's own "lock": a claim also covers the time before and between child processes
 
-Wanted = Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]]
+Wanted = Sequence[tuple[RunConfig, Sequence[runs.Measurement]]]
 
 
 def work(wanted: Wanted, *, store: Path, report: Callable[[str], None] = print, nproc: int = 1, engine: str = "ddp") -> int:

@@ -82,13 +82,14 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, config.rms_norm_eps)
         self.out = nn.Linear(D, D, bias=False)
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+        """Causal, unless `mask_B1TT` says which tokens (last axis) each token sees."""
         B, T, D = x_BTD.shape
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         q, k, v = (z.view(B, T, self.num_heads, -1) for z in (self.q_norm(q), self.k_norm(k), v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (z.to(v.dtype).transpose(1, 2) for z in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TT, is_causal=mask_B1TT is None)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -166,18 +167,24 @@ class MoEModel(nn.Module):
         loss, losses_N = head_loss(h_BTD.reshape(B * T, -1), self.head.weight, targets_BT.reshape(-1))
         return Output(loss, losses_N.view(B, T), None, routing)
 
-    def body(self, tokens_BT: Tensor) -> tuple[Tensor, list[Routing]]:
-        """Final hidden states (B, T, D), after the last norm and before the head, and the routing of every layer."""
+    def body(self, tokens_BT: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, list[Routing]]:
+        """Final hidden states (B, T, D), after the last norm and before the head, and the routing of every layer.
+
+        `tree`: positions (B, T) and which tokens each token sees (B, 1, T, T) bool, for rows whose tokens are a tree in place of
+        a line; then T may exceed the context, positions may not.
+        """
         B, T = tokens_BT.shape
-        if T > self.config.context:
-            raise ValueError(f"{T} tokens exceed the model's context of {self.config.context}")
+        positions_BT, mask_B1TT = tree or (None, None)
+        longest = T if tree is None else int(positions_BT.max()) + 1
+        if longest > self.config.context:
+            raise ValueError(f"{longest} tokens exceed the model's context of {self.config.context}")
         tokens_N = tokens_BT.reshape(-1)
-        cos, sin = self.cos[:T], self.sin[:T]
+        cos, sin = (self.cos[:T], self.sin[:T]) if tree is None else (self.cos[positions_BT], self.sin[positions_BT])
         x_BTD = self.embed(tokens_BT)
         routing: list[Routing] = []
         early = self.config.early_by if self.config.routing == "early" else 0
         for i, layer in enumerate(self.layers):
-            x_BTD = x_BTD + layer.attention(layer.attention_norm(x_BTD), cos, sin)
+            x_BTD = x_BTD + layer.attention(layer.attention_norm(x_BTD), cos, sin, mask_B1TT)
             m_ND = layer.moe_norm(x_BTD).reshape(B * T, -1)
             source_ND = routing[max(i - early, 0)].hidden_ND if early and i else m_ND
             logits_NE, experts_NK, gates_NK = layer.route(source_ND, tokens_N)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import config, execute, runs, studies
+from . import config, downstream_study, execute, runs, studies
 from .model import count_parameters
 from .train import TIMING, read_json
 
@@ -21,7 +21,7 @@ class Item:
 
     run: config.RunConfig
     posthoc: config.PosthocConfig
-    locality: config.LocalityConfig | None   # the second measurement, where a notebook needs it
+    further: tuple[runs.Measurement, ...]   # measurements besides, where a notebook needs them
     notebooks: tuple[str, ...]
     arm: str
     lacking: tuple[str, ...]   # the notebooks that cannot run without what is missing
@@ -41,12 +41,13 @@ def plan(profile: str, only: Sequence[str] = (), *, store: Path | None = None) -
         if job.name not in studies.STUDIES or job.params is None:
             continue
         parameters = execute.check(job.notebook, job.params)
-        posthoc = studies.posthoc_config(parameters["tier"], parameters["posthoc"])
-        for arm, run in studies.pairs_of(job.name, parameters):
-            entry = needed.setdefault((run.hash, runs.posthoc_name(posthoc)), {"run": run, "posthoc": posthoc, "locality": None, "arm": arm, "notebooks": {}})
-            entry["notebooks"][job.name] = None
-            if job.name in studies.LOCALITY:
-                entry["locality"] = studies.locality_config(parameters["tier"], parameters["posthoc"])
+        posthoc, pairs = studies.posthoc_config(parameters["tier"], parameters["posthoc"]), studies.pairs_of(job.name, parameters)
+        further = [studies.FURTHER[job.name](parameters)] if job.name in studies.FURTHER else []
+        # What is on the hub is not asked for here: a plan needs no network.
+        further = [downstream_study.settle(how, [run for _, run in pairs], store) if isinstance(how, config.DownstreamConfig) and not how.hub else how for how in further]
+        for arm, run in pairs:
+            entry = needed.setdefault((run.hash, runs.posthoc_name(posthoc)), {"run": run, "posthoc": posthoc, "arm": arm, "notebooks": {}})
+            entry["notebooks"][job.name] = [posthoc, *further]
     timings = _timings(store)
     return [_item(entry, store, timings) for entry in needed.values()]
 
@@ -59,7 +60,7 @@ def train(items: Sequence[Item], profile: str, *, parallel: int, store: Path | N
 
 def wanted(items: Sequence[Item]) -> list[tuple[config.RunConfig, list]]:
     """What is not done, as `runs.measure_missing` and `fleet.work` take it: runs, each with its measurements."""
-    return [(item.run, [how for how in (item.posthoc, item.locality) if how is not None]) for item in items if item.state != "done"]
+    return [(item.run, [item.posthoc, *item.further]) for item in items if item.state != "done"]
 
 
 def tell(items: Sequence[Item], parallel: int) -> str:
@@ -92,16 +93,18 @@ def _hours(items: Sequence[Item], parallel: int) -> str:
 
 
 def _item(entry: dict, store: Path, timings: dict) -> Item:
-    run, posthoc, locality = entry["run"], entry["posthoc"], entry["locality"]
+    run, posthoc = entry["run"], entry["posthoc"]
     found = runs.Run(store / run.hash, run)
-    missing = [how for how in (posthoc, locality) if how is not None and found.measurement(how) is None]
-    lacking = tuple(name for name in entry["notebooks"] if posthoc in missing or (missing and name in studies.LOCALITY))
+    wanted = list(dict.fromkeys(how for needs in entry["notebooks"].values() for how in needs))
+    missing = [how for how in wanted if found.measurement(how) is None]
+    lacking = tuple(name for name, needs in entry["notebooks"].items() if set(needs) & set(missing))
     if not missing:
         state, left = "done", 0.0
     else:
         state = "part" if (found.path / "timing.json").exists() else "missing"
         left = _estimate(run, found, timings, len(missing))
-    return Item(run, posthoc, locality, tuple(entry["notebooks"]), entry["arm"], lacking, state, left)
+    further = tuple(how for how in wanted if how != posthoc)
+    return Item(run, posthoc, further, tuple(entry["notebooks"]), entry["arm"], lacking, state, left)
 
 
 def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
@@ -120,7 +123,7 @@ def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
 
 
 def _estimate(run: config.RunConfig, found: runs.Run, timings: dict, measurements: int = 1) -> float | None:
-    """Seconds of one process for what is left of a run and its measurements; the second is taken to last as long as the first.
+    """Seconds of one process for what is left of a run and its measurements; each further one is taken to last as long as the post-hoc one.
 
     A finished run whose checkpoint is not here is trained again to be measured.
     """

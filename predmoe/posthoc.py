@@ -1,10 +1,12 @@
 """Post-hoc predictors: fresh heads on a frozen backbone, trained on cached activations to convergence; and `measure`,
-the whole measurement of one finished run that a result file holds."""
+the whole measurement of one finished run that a result file holds. `fit_and_evaluate` serves any model that has a `body`, a
+transformers one (`hf.Backbone`) as well."""
 # N tokens, D model width, E experts, K chosen, L layers, S source layers of a horizon, V vocabulary
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from predmoe.config import PREDICTORS, PosthocConfig, PredictorConfig, RunConfig, to_dict
-from predmoe.data import Tokens
-from predmoe.evaluation import Heads, Lookup, NextRouter, evaluate
+from predmoe.data import EvalSet, Tokens
+from predmoe.evaluation import Heads, Lookup, NextRouter, Scorer, evaluate
 from predmoe.model import MoEModel, Routing, count_parameters
 from predmoe.objectives import margin, prediction, stack
 from predmoe.predictor import Predictor, hit_at_k
@@ -30,9 +32,10 @@ ACTIVATION_ORDER = 1_000_003  # order seed of the text that activations are cach
 class Activations:
     """MoE inputs and realized routing of a frozen backbone on N tokens; float16 keeps 11 bits, enough for heads."""
 
-    hidden_NLD: Tensor
+    hidden_NLD: Tensor  # or `activations.DiskRows`, which is read by rows alike
     experts_NLK: Tensor  # uint8 or int16
     tokens_N: Tensor
+    rows_at_once: int = 8192  # the most that are read in one piece to be scored
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (L, n, D) float32 and experts (L, n, K) int64 of some rows."""
@@ -42,15 +45,16 @@ class Activations:
 
 @torch.no_grad()
 def capture(model: MoEModel, windows, *, batch_size: int = 32, autocast: torch.dtype | None = None,
-            inputs: Callable[[list[Routing]], Tensor] = lambda routing: stack(routing, "hidden_ND")) -> Activations:  # fmt: skip
+            inputs: Callable[[list[Routing]], Tensor] = lambda routing: stack(routing, "hidden_ND"),
+            room: Callable[..., Tensor] = torch.empty, rows_at_once: int = 8192) -> Activations:  # fmt: skip
     """Activations of `model` on token windows (n, T+1); the last token of each window is only a target and left out.
 
-    `inputs`: what is kept of each batch as (L, N, D), by default the MoE inputs.
+    `inputs`: what is kept of each batch as (L, N, D), by default the MoE inputs. `room`: makes what holds them, from three sizes and a dtype.
     """
     config = model.config
     n, T = windows.shape[0], windows.shape[1] - 1
     ids = torch.uint8 if config.num_experts <= 256 else torch.int16
-    hidden = torch.empty(n * T, config.num_layers, config.hidden_size, dtype=torch.float16)
+    hidden = room(n * T, config.num_layers, config.hidden_size, dtype=torch.float16)
     experts = torch.empty(n * T, config.num_layers, config.top_k, dtype=ids)
     for s in range(0, n, batch_size):
         tokens = torch.as_tensor(windows[s : s + batch_size, :-1]).to(model.device)
@@ -59,7 +63,7 @@ def capture(model: MoEModel, windows, *, batch_size: int = 32, autocast: torch.d
         rows = slice(s * T, s * T + tokens.numel())
         hidden[rows] = inputs(routing).transpose(0, 1).to("cpu", torch.float16)
         experts[rows] = stack(routing, "experts_NK").transpose(0, 1).to("cpu", ids)
-    return Activations(hidden, experts, torch.as_tensor(windows[:, :-1]).reshape(-1).long())
+    return Activations(hidden, experts, torch.as_tensor(windows[:, :-1]).reshape(-1).long(), rows_at_once)
 
 
 def training_activations(model: MoEModel, run: RunConfig, tokens: Tokens, config: PosthocConfig) -> Activations:
@@ -113,7 +117,7 @@ def head_loss_of(predictor: Predictor, hidden: Tensor, experts: Tensor) -> Tenso
 def dev_hit(predictor: Predictor, dev: Activations, batch_tokens: int = 8192) -> float:
     """Mean hit@k over horizons on the dev set: the curve that decides convergence."""
     total, count = 0.0, 0
-    for rows in torch.arange(len(dev.tokens_N)).split(batch_tokens):
+    for rows in torch.arange(len(dev.tokens_N)).split(min(batch_tokens, dev.rows_at_once)):
         hidden, experts = dev.batch(rows)
         for h in predictor.config.depths:
             total += hit_at_k(predictor(hidden, h), experts[h:]) * len(rows)
@@ -158,6 +162,34 @@ def fit(kind: str, train: Activations, dev: Activations, model_config, horizons,
     return predictor, curve, cuts > config.patience
 
 
+def lookups(train: Activations, vocab_size: int, num_experts: int, device: str | torch.device = "cpu") -> dict[str, Lookup]:
+    """The confounds known before the first layer, counted on `train`: "token_id" and "static". Only ids that occur there take room."""
+    seen, at = torch.unique(train.tokens_N, return_inverse=True)
+    rows_V = torch.full((vocab_size,), len(seen))   # a last row without a count serves all others
+    rows_V[seen] = torch.arange(len(seen))
+    counts = token_counts(dataclasses.replace(train, tokens_N=at), len(seen) + 1, num_experts).to(device)
+    return {"token_id": Lookup(counts, True, rows_V.to(device)), "static": Lookup(counts, False)}
+
+
+def fit_and_evaluate(model: MoEModel, train: Activations, dev: Activations, heldout: EvalSet, domains, horizons, config: PosthocConfig, *, next_router: Scorer,
+                     cotrained: Predictor | None = None, autocast: torch.dtype | None = None, batch_size: int = 32, progress=lambda line: None):  # fmt: skip
+    """Both post-hoc predictors fitted on `train`, evaluated on `heldout` beside the confounds and the heads that came with the model.
+
+    Returns `evaluate`'s result, the fitted predictors by kind, and per kind the curve, whether it converged, and the seconds that it took.
+    """
+    fitted, curves, converged, seconds = {}, {}, {}, {}
+    for kind in PREDICTORS:
+        begun = time.perf_counter()
+        fitted[kind], curves[kind], converged[kind] = fit(kind, train, dev, model.config, horizons, config, progress=progress)
+        seconds[kind] = time.perf_counter() - begun
+    scorers = {kind: Heads(predictor.to(model.device)) for kind, predictor in fitted.items()}
+    scorers |= {"next_router": next_router} | lookups(train, model.config.vocab_size, model.config.num_experts, model.device)
+    if cotrained is not None:
+        scorers["cotrained"] = Heads(cotrained.to(model.device))
+    result = evaluate(model, heldout, domains, horizons, scorers, batch_size=batch_size, autocast=autocast)
+    return result, fitted, curves, converged, seconds
+
+
 def measure(model: MoEModel, cotrained: Predictor | None, run: RunConfig, tokens: Tokens, config: PosthocConfig, *, progress=lambda line: None):
     """Everything a result file says about one finished run, and the fitted predictors by kind.
 
@@ -171,18 +203,10 @@ def measure(model: MoEModel, cotrained: Predictor | None, run: RunConfig, tokens
     progress("caching activations")
     train = training_activations(model, run, tokens, config)
     dev = capture(model, tokens.dev(T).tokens, autocast=autocast)
-    fitted, curves, converged, seconds = {}, {}, {}, {"capture": time.perf_counter() - started}
-    for kind in PREDICTORS:
-        begun = time.perf_counter()
-        fitted[kind], curves[kind], converged[kind] = fit(kind, train, dev, run.model, horizons, config, progress=progress)
-        seconds[kind] = time.perf_counter() - begun
-    counts = token_counts(train, run.model.vocab_size, run.model.num_experts).to(model.device)
-    scorers = {kind: Heads(predictor.to(model.device)) for kind, predictor in fitted.items()}
-    scorers |= {"next_router": NextRouter(model), "token_id": Lookup(counts, True), "static": Lookup(counts, False)}
-    if cotrained is not None:
-        scorers["cotrained"] = Heads(cotrained.to(model.device))
-    result = evaluate(model, tokens.heldout(T), tokens.domains, horizons, scorers, autocast=autocast)
-    seconds["posthoc"] = time.perf_counter() - started
+    seconds = {"capture": time.perf_counter() - started}
+    result, fitted, curves, converged, spent = fit_and_evaluate(model, train, dev, tokens.heldout(T), tokens.domains, horizons, config, next_router=NextRouter(model),
+                                                                cotrained=cotrained, autocast=autocast, progress=progress)  # fmt: skip
+    seconds |= spent | {"posthoc": time.perf_counter() - started}
     free = ("token_id", "static")
     result |= {
         "config_hash": run.hash,

@@ -14,7 +14,7 @@ from . import paths
 
 PACKAGES = (
     "torch", "numpy", "scipy", "pandas", "numba", "matplotlib", "transformers", "accelerate", "peft", "safetensors",
-    "datasets", "tiktoken", "papermill", "nbconvert",
+    "datasets", "tiktoken", "lm_eval", "papermill", "nbconvert",
 )  # fmt: skip
 
 

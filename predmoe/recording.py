@@ -16,9 +16,9 @@ import torch
 from . import paths, runs, traces
 from .config import ConfigError, PosthocConfig, RunConfig, stable_hash
 from .data import EvalSet, prepare
-from .evaluation import Heads, Lookup, NextRouter, Scorer
+from .evaluation import Heads, NextRouter, Scorer
 from .model import MoEModel, load_checkpoint
-from .posthoc import load_heads, token_counts, training_activations
+from .posthoc import load_heads, lookups, training_activations
 from .traces.record import Origin, generate, record
 from .train import check_device, load_predictor
 
@@ -115,8 +115,7 @@ def load_scorers(run: runs.Run, posthoc: PosthocConfig, model: MoEModel, tokens,
             raise ConfigError(f"{runs.describe(config)} has no heads trained with it: leave 'cotrained' out of predictors")
         held["cotrained"] = Heads(heads.to(model.device))
     if {"token_id", "static"} & set(names):
-        counts = token_counts(training_activations(model, config, tokens, posthoc), config.model.vocab_size, config.model.num_experts).to(model.device)
-        held |= {"token_id": Lookup(counts, True), "static": Lookup(counts, False)}
+        held |= lookups(training_activations(model, config, tokens, posthoc), config.model.vocab_size, config.model.num_experts, model.device)
     return {name: held[name] for name in names}
 
 

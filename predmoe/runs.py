@@ -1,7 +1,7 @@
 """The run store: a run is its configuration, its folder is named by the configuration's hash.
 
     STORE/HASH/config.json provenance.json metrics.jsonl timing.json finished.json   small, kept in git for real profiles
-    STORE/HASH/posthoc-HASH.json locality-HASH.json                                  measurements of the finished run
+    STORE/HASH/posthoc-HASH.json locality-HASH.json downstream-HASH.json             measurements of the finished run
     STORE/HASH/checkpoint/ state.pt log.txt                                          never in git
 
 `get_or_train` and `get_or_measure` return what is there, resume what is broken and start what is missing, each run in a
@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PosthocConfig, RunConfig, build, stable_hash, to_dict
+from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, build, stable_hash, to_dict
 from predmoe.posthoc import heads_file
 from predmoe.train import is_complete, read_json, read_lines, write_json
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
+Measurement = PosthocConfig | LocalityConfig | DownstreamConfig
+KINDS = {"posthoc": PosthocConfig, "locality": LocalityConfig, "downstream": DownstreamConfig}   # what the file of a measurement begins with
 # glibc gives large blocks back at each free and faults them in again at each step: told not to, a step is 5% faster.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
@@ -37,6 +39,7 @@ MEASURED = {
                      "lambda_pred", "tokens_per_second"), _NUMBER) | {"config_hash": str, "seed": int},
     LocalityConfig: dict.fromkeys(("slots", "lru", "belady", "next_token", "pre_attention", "converged"), dict)
     | dict.fromkeys(("tokens", "reuse", "switch_rate", "srp", "srp_size", "sch", "sch_global"), _NUMBER),
+    DownstreamConfig: dict.fromkeys(("tasks", "answers", "harness", "left_out"), dict),
 }  # fmt: skip
 
 
@@ -69,7 +72,7 @@ class Run:
         """The lines of metrics.jsonl: training terms, dev evaluations, and the final held-out one."""
         return read_lines(self.path / "metrics.jsonl")
 
-    def measurement(self, how: PosthocConfig | LocalityConfig) -> dict | None:
+    def measurement(self, how: Measurement) -> dict | None:
         """The measurement, or None where there is none. Raises ConfigError where its file is damaged."""
         source = self.path / f"{measurement_name(how)}.json"
         return read_measurement(source, type(how)) if source.exists() else None
@@ -79,16 +82,21 @@ class Run:
         return self.has_checkpoint and all(heads_file(self.path, posthoc_name(posthoc), kind).exists() for kind in PREDICTORS)
 
 
-def posthoc_name(posthoc: PosthocConfig) -> str:
-    return f"posthoc-{stable_hash(posthoc)}"
+def kind_of(how: Measurement) -> str:
+    """Which of KINDS a measurement is."""
+    return next(kind for kind, made_by in KINDS.items() if type(how) is made_by)
 
 
-def measurement_name(how: PosthocConfig | LocalityConfig) -> str:
+def measurement_name(how: Measurement) -> str:
     """A measurement's address: its kind and the hash of its configuration."""
-    return posthoc_name(how) if isinstance(how, PosthocConfig) else f"locality-{stable_hash(how)}"
+    return f"{kind_of(how)}-{stable_hash(how)}"
 
 
-def read_measurement(source: Path, kind: type[PosthocConfig] | type[LocalityConfig]) -> dict:
+def posthoc_name(posthoc: PosthocConfig) -> str:
+    return measurement_name(posthoc)
+
+
+def read_measurement(source: Path, kind: type[Measurement]) -> dict:
     """A measurement's file. Raises ConfigError where it is damaged."""
     return read_json(source, MEASURED[kind], remedy="remove it to measure the run again")
 
@@ -137,24 +145,25 @@ def get_or_fit(config: RunConfig, posthoc: PosthocConfig, *, store: Path, report
     return run
 
 
-def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, profile: str, locality: LocalityConfig | None = None,
-                   store: Path | None = None, parallel: int = 2, report=print) -> list[dict]:  # fmt: skip
+def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, profile: str, store: Path | None = None, parallel: int = 2, report=print,
+                   **further: LocalityConfig | DownstreamConfig | None) -> list[dict]:  # fmt: skip
     """Measurements of `configs`, in their order; what is missing is trained and measured, `parallel` runs side by side.
 
-    With `locality` each has the second measurement as well, under that name. A measurement that is there needs no checkpoint:
-    a fresh clone reads the committed ones. One that is missing where the checkpoint is gone, as in a clone, is reported and the
+    `further`: other measurements by their kind (`locality=`, `downstream=`); each record has them under that name. A measurement
+    that is there needs no checkpoint: a fresh clone reads the committed ones. One that is missing where the checkpoint is gone, as in a clone, is reported and the
     run trained again, to the same bits; the measurements that are there stay (where a machine gives other bits, all are made anew). Raises RunFailed when a child fails, after the
     others have ended; what they finished stays.
     """
     store = Path(store) if store else default_store(profile)
-    wanted = [posthoc] if locality is None else [posthoc, locality]
-    measure_missing([(config, wanted) for config in configs], store=store, parallel=parallel, report=report)
+    further = {kind: how for kind, how in further.items() if how is not None}
+    if wrong := [kind for kind, how in further.items() if kind not in KINDS or type(how) is not KINDS[kind]]:
+        raise ConfigError(f"{wrong[0]}={further[wrong[0]]!r} is no measurement of that name; there are {', '.join(KINDS)}")
+    measure_missing([(config, [posthoc, *further.values()]) for config in configs], store=store, parallel=parallel, report=report)
     found = [open_run(config, store) for config in configs]
-    measured = [run.measurement(posthoc) for run in found]
-    return measured if locality is None else [m | {"locality": run.measurement(locality)} for m, run in zip(measured, found)]
+    return [run.measurement(posthoc) | {kind: run.measurement(how) for kind, how in further.items()} for run in found]
 
 
-def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]], *, store: Path, parallel: int, report=print, **how_many) -> None:
+def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[Measurement]]], *, store: Path, parallel: int, report=print, **how_many) -> None:
     """Train and measure what is missing of the `wanted` measurements of each run, in this order; errors as `get_or_measure`.
 
     `how_many`: nproc and engine as `get_or_train` takes them, and further options of the worker; one of them may let a run pause.
@@ -168,7 +177,7 @@ def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | L
         _work(discarded, parallel=parallel, report=report, **how_many)
 
 
-def _missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | LocalityConfig]]], store: Path) -> list[tuple[Run, list[PosthocConfig | LocalityConfig]]]:
+def _missing(wanted: Sequence[tuple[RunConfig, Sequence[Measurement]]], store: Path) -> list[tuple[Run, list[Measurement]]]:
     """Each run that lacks one of its measurements, once, with those that it lacks; their descriptions are written for the child."""
     jobs: dict[Path, tuple[Run, list]] = {}
     for config, measurements in wanted:
@@ -180,7 +189,7 @@ def _missing(wanted: Sequence[tuple[RunConfig, Sequence[PosthocConfig | Locality
     return list(jobs.values())
 
 
-def _work(jobs: list[tuple[Run, list[PosthocConfig | LocalityConfig]]], *, parallel: int, report, **how_many) -> None:
+def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report, **how_many) -> None:
     """Run the jobs' child processes, `parallel` at a time, telling of each one's progress now and then. A job is a run and what to measure."""
     if parallel < 1:
         raise ConfigError(f"parallel={parallel} must be at least 1")
@@ -210,12 +219,12 @@ def _work(jobs: list[tuple[Run, list[PosthocConfig | LocalityConfig]]], *, paral
         raise RunFailed("; ".join(failures))
 
 
-def _start(run: Run, measurements: list[PosthocConfig | LocalityConfig], *, nproc: int = 1, engine: str = "ddp", options: Sequence[str] = ()) -> subprocess.Popen:
+def _start(run: Run, measurements: list[Measurement], *, nproc: int = 1, engine: str = "ddp", options: Sequence[str] = ()) -> subprocess.Popen:
     threads = str(run.config.train.threads)
     several = ["predmoe.launch", "--nproc", str(nproc), str(run.path), "--engine", engine]
     command = [sys.executable, "-m", *(several if nproc > 1 else ["predmoe.worker", str(run.path)])]
     for how in measurements:
-        command += ["--posthoc" if isinstance(how, PosthocConfig) else "--locality", measurement_name(how)]
+        command += [f"--{kind_of(how)}", measurement_name(how)]
     command += options
     environment = KEEP_MEMORY | same_bits() | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     with open(run.path / "log.txt", "a") as log:

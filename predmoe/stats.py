@@ -111,6 +111,19 @@ def bootstrap_documents(
     )  # fmt: skip
 
 
+def mcnemar(treatment: Sequence[bool], control: Sequence[bool], treated: str = "treatment", untreated: str = "control") -> dict:
+    """McNemar's exact test of two models on the same items: how many each alone answers rightly, and the two-sided p value.
+
+    Of the items that they answer differently half are expected on each side (McNemar 1947; exact by the binomial distribution). Raises
+    ValueError where the items are not as many on both sides.
+    """
+    if len(treatment) != len(control):
+        raise ValueError(f"{len(treatment)} answers of {treated} and {len(control)} of {untreated}: a paired test needs the same items")
+    mine, theirs = (int(np.sum(np.asarray(a, bool) & ~np.asarray(b, bool))) for a, b in ((treatment, control), (control, treatment)))
+    p = float(scipy.stats.binomtest(mine, mine + theirs).pvalue) if mine + theirs else 1.0
+    return {f"only {treated}": mine, f"only {untreated}": theirs, "p": p}
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down adjusted p values, in the order given: the chance of any false positive among them stays below each."""
     order = np.argsort(p_values, kind="stable")

@@ -43,6 +43,11 @@ def locality_config(tier: str, changes: Mapping) -> config.LocalityConfig:
     return config.LocalityConfig(fit=posthoc_config(tier, changes))
 
 
+def downstream_config(p: Mapping) -> config.DownstreamConfig:
+    """The third measurement of 12_downstream with every task that it asks for; `downstream_study.settle` leaves out what cannot be run."""
+    return config.build(config.DownstreamConfig, {name: p[name] for name in ("tasks", "items", "cloze", "hub", "peer_items")})
+
+
 def name_of(objective: Mapping) -> str:
     """An objective in a few words: target, gradient and final weight."""
     if missing := [name for name in ("target", "gradient", "lambda_pred") if name not in objective]:
@@ -105,7 +110,7 @@ def dose(p: Mapping) -> dict[str, Pairs]:
 
 
 def pair(p: Mapping) -> dict[str, Pairs]:
-    """04_isolation, 06_seeds, 11_engine: baseline and joint, on all seeds."""
+    """04_isolation, 06_seeds, 11_engine, 12_downstream: baseline and joint, on all seeds."""
     return {"models": run_configs({"baseline": BASELINE, "joint": {"lambda_pred": p["lambda_pred"]}}, p["seeds"], **_shared(p))}
 
 
@@ -193,10 +198,16 @@ STUDIES: dict[str, tuple[Callable[[Mapping], dict[str, Pairs]], ...]] = {
     "07_controls": (controls,),
     "09_longer_training": (longer,),
     "11_engine": (pair,),
+    "12_downstream": (pair,),
     "14_ranking_seeds": (ranking_seeds,),
     "15_frontier": (frontier,),
 }
-LOCALITY = ("07_controls", "15_frontier")   # these take the second measurement of every run as well
+# Notebooks that take another measurement of every run beside the post-hoc one.
+FURTHER: dict[str, Callable[[Mapping], config.LocalityConfig | config.DownstreamConfig]] = {
+    "07_controls": lambda p: locality_config(p["tier"], p["posthoc"]),
+    "12_downstream": downstream_config,
+    "15_frontier": lambda p: locality_config(p["tier"], p["posthoc"]),
+}
 
 
 def pairs_of(notebook: str, parameters: Mapping) -> Pairs:

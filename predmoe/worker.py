@@ -1,4 +1,4 @@
-"""The child process of a run: `python -m predmoe.worker FOLDER [--posthoc NAME] [--locality NAME]`.
+"""The child process of a run: `python -m predmoe.worker FOLDER [--posthoc NAME] [--locality NAME] [--downstream NAME]`.
 
 Trains the run that FOLDER/config.json describes, or goes on where it was interrupted, and measures it where asked to.
 Progress goes to standard output, line by line; a failure ends with one sentence on standard error and a non-zero exit.
@@ -16,12 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from predmoe import distributed, provenance, sharding
-from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PosthocConfig, RunConfig, build
+from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, build
 from predmoe.data import prepare
 from predmoe.locking import FolderLock, describe
 from predmoe.model import load_checkpoint
 from predmoe.posthoc import heads_file, measure
 from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, is_complete, load_predictor, read_json, read_lines, weights_hash, write_json
+
+FURTHER = {"locality": LocalityConfig, "downstream": DownstreamConfig}   # measurements besides the post-hoc one
 
 
 def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, pause_after: float | None = None, team=None, engine: str = "ddp",
@@ -71,15 +73,21 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
         write_json(target, result)
 
 
-def measure_locality_of(folder: Path, config: RunConfig, how: LocalityConfig, target: Path, *, progress=print) -> None:
-    """Write the locality of a finished run to `target`."""
-    from predmoe import measure_locality   # not at the top: it loads numba, which training does not need
-
+def measure_further(folder: Path, config: RunConfig, how: LocalityConfig | DownstreamConfig, target: Path, *, progress=print) -> None:
+    """Write another measurement of a finished run to `target`."""
     check_device(config.train.device)
     torch.set_num_threads(config.train.threads)
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
-    cotrained = load_predictor(folder / "checkpoint", config)
-    result = measure_locality.measure(model, cotrained, config, prepare(config.data), how, progress=progress)
+    tokens = prepare(config.data)
+    # Imported here: one loads numba, the other the harness, neither of which training needs.
+    if isinstance(how, LocalityConfig):
+        from predmoe import measure_locality
+
+        result = measure_locality.measure(model, load_predictor(folder / "checkpoint", config), config, tokens, how, progress=progress)
+    else:
+        from predmoe import measure_downstream
+
+        result = measure_downstream.measure(model, folder / "checkpoint", config, tokens, how, progress=progress)
     write_json(target, result | {"weights": weights_hash(folder / "checkpoint"), "provenance": read_json(folder / "provenance.json"), "measured_by": provenance.capture()})
 
 
@@ -87,7 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="predmoe.worker", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--posthoc", help="name of the measurement: FOLDER/NAME.config.json says how, FOLDER/NAME.json is written")
-    parser.add_argument("--locality", help="the same of the second measurement")
+    for kind in FURTHER:
+        parser.add_argument(f"--{kind}", help="the same of a further measurement")
     parser.add_argument("--checkpoint-seconds", type=float, default=CHECKPOINT_SECONDS)
     parser.add_argument("--pause-after", type=float, help="seconds of training after which to save and end, the run unfinished")
     parser.add_argument("--engine", default="ddp", help="under torchrun: ddp (each process has the whole model) or fsdp (each has a part) or hsdp (a part of its node's)")
@@ -112,9 +121,10 @@ def main(arguments: list[str] | None = None) -> int:
             if options.posthoc and not (target.exists() and all(heads_file(folder, options.posthoc, kind).exists() for kind in PREDICTORS)):
                 posthoc = build(PosthocConfig, read_json(folder / f"{options.posthoc}.config.json"))
                 measure_run(folder, config, posthoc, target, progress=say)
-            if options.locality and not (target := folder / f"{options.locality}.json").exists():
-                locality = build(LocalityConfig, read_json(folder / f"{options.locality}.config.json"))
-                measure_locality_of(folder, config, locality, target, progress=say)
+            for kind, made_by in FURTHER.items():
+                name = getattr(options, kind)
+                if name and not (target := folder / f"{name}.json").exists():
+                    measure_further(folder, config, build(made_by, read_json(folder / f"{name}.config.json")), target, progress=say)
     except (ConfigError, TrainingError) as error:
         distributed.report(error)
         print(f"predmoe: {error}", file=sys.stderr, flush=True)

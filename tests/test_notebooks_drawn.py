@@ -4,7 +4,7 @@ import nbformat
 import pytest
 from fake_locality import drawn
 
-from predmoe import execute, experiments, paths, results
+from predmoe import execute, experiments, paper_figures, paper_text, paths, results
 
 NAMES = ("07_controls", "09_longer_training", "15_frontier")
 PARAMS = {job.name: job.params for job in execute.plan("cpu") if job.name in NAMES}
@@ -12,7 +12,7 @@ PARAMS = {job.name: job.params for job in execute.plan("cpu") if job.name in NAM
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """name -> results.json of each notebook, its cells run in this process."""
+    """name -> results.json of each notebook, its cells run in this process; "figures": what the paper draws of them."""
     folder, found = tmp_path_factory.mktemp("outputs"), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREDMOE_OUTPUTS", str(folder))
@@ -25,7 +25,8 @@ def told(tmp_path_factory):
                     if "parameters" in cell.metadata.get("tags", []):
                         scope |= PARAMS[name] | {"profile": "drawn"}
             found[name] = results.load("drawn", name)
-    return found
+        drawn_in_the_paper = paper_figures.write("drawn", found, folder / "paper")
+    return found | {"figures": drawn_in_the_paper}
 
 
 @pytest.mark.parametrize("name, arms", [
@@ -59,3 +60,12 @@ def test_the_verdict_of_the_frontier_is_given_once_and_called_exploratory_where_
     (verdict,) = [said for said in told["15_frontier"]["findings"] if "moving the router earlier?**" in said]
     assert "exploratory" in verdict
     assert len(told["15_frontier"]["gates"]) == len({row["arm"] for row in told["15_frontier"]["arms"]}) - 1
+
+
+def test_the_paper_draws_and_tells_them(told):
+    assert set(told["figures"]) == {"locality", "ladder", "frontier"}
+    found = {name: told[name] for name in NAMES}
+    values = paper_text.values(found, [])
+    for name in NAMES:
+        said = values[f"findings.{name}"]
+        assert r"\notrun" not in said and "seeds" in said

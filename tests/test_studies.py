@@ -129,9 +129,8 @@ def measured(store, item, *, train=120.0, posthoc=24.0):
     """A store's folder of a finished and measured run, as far as the plan looks."""
     folder = store / item.run.hash
     folder.mkdir(parents=True, exist_ok=True)
-    for how in (item.posthoc, item.locality):
-        if how is not None:
-            (folder / f"{runs.measurement_name(how)}.json").write_text(stored(type(how), config=to_dict(item.run), seconds={"train": train, "posthoc": posthoc}))
+    for how in (item.posthoc, *item.further):
+        (folder / f"{runs.measurement_name(how)}.json").write_text(stored(type(how), config=to_dict(item.run), seconds={"train": train, "posthoc": posthoc}))
 
 
 def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_path):
@@ -194,9 +193,9 @@ def test_a_run_that_one_notebook_measures_twice_is_measured_twice_once(tmp_path)
     """07 needs the locality of runs that 01 has; the plan asks for both in one go, and calls the run done when both are there."""
     together = plan.plan("smoke", ["01", "07"], store=tmp_path)
     shared = [item for item in together if item.notebooks == ("01_mechanism", "07_controls")]
-    assert shared and all(item.locality is not None for item in shared)
-    assert all(item.locality is None for item in plan.plan("smoke", ["01"], store=tmp_path))
-    measured(tmp_path, dataclasses.replace(shared[0], locality=None))
+    assert shared and all([type(how) for how in item.further] == [config.LocalityConfig] for item in shared)
+    assert all(item.further == () for item in plan.plan("smoke", ["01"], store=tmp_path))
+    measured(tmp_path, dataclasses.replace(shared[0], further=()))
     before = next(item for item in plan.plan("smoke", ["01", "07"], store=tmp_path) if item.run == shared[0].run)
     assert before.state == "missing" and next(item for item in plan.plan("smoke", ["01"], store=tmp_path) if item.run == shared[0].run).state == "done"
     measured(tmp_path, shared[0])
@@ -205,7 +204,7 @@ def test_a_run_that_one_notebook_measures_twice_is_measured_twice_once(tmp_path)
 
 def test_a_finished_run_without_its_weights_counts_as_untrained_where_it_must_be_measured_again(tmp_path):
     item = next(item for item in plan.plan("smoke", ["07"], store=tmp_path))
-    measured(tmp_path, dataclasses.replace(item, locality=None))
+    measured(tmp_path, dataclasses.replace(item, further=()))
     folder = tmp_path / item.run.hash
     (folder / "timing.json").write_text(json.dumps({"steps": item.run.train.steps, "seconds": 1.0, "tokens_per_second": 1.0}))
     seconds = lambda: next(i.seconds for i in plan.plan("smoke", ["07"], store=tmp_path) if i.run == item.run)  # noqa: E731

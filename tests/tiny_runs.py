@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from predmoe import worker
-from predmoe.config import LocalityConfig, PosthocConfig, RunConfig, build, to_dict
-from predmoe.runs import MEASURED
+from predmoe.config import PosthocConfig, RunConfig, build, to_dict
+from predmoe.runs import MEASURED, Measurement
 from predmoe.train import write_json
 
 WORDS = "the of and expert router token layer disk cache reads before after predicts nothing else in time".split()
@@ -72,7 +72,7 @@ def clone(store: Path, to: Path) -> Path:
     return shutil.copytree(store, to, ignore=ignored)
 
 
-def stored(kind: type[PosthocConfig] | type[LocalityConfig] = PosthocConfig, **more) -> str:
+def stored(kind: type[Measurement] = PosthocConfig, **more) -> str:
     """A measurement's file as JSON: all that is read of it is there, empty but for what is given."""
     empty = {name: (types[0] if isinstance(types, tuple) else types)() for name, types in MEASURED[kind].items()}
     return json.dumps(empty | more)

@@ -123,6 +123,21 @@ class Engine:
             phase = DECODE
         return [sequence.tokens for sequence in every]
 
+    @torch.inference_mode()
+    def states(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """States (N, D) of all tokens of `sequences`, one after another, in one pass; `logits` makes logits of them. Raises as `generate`."""
+        self._check_tokens(sequences, 0)
+        running = [Running(list(tokens), self._sequences + i, KeyValues(self.manifest.model, len(tokens))) for i, tokens in enumerate(sequences)]
+        self._sequences += len(sequences)
+        self.clock.begin()
+        x_ND = self._states(running, PREFILL)
+        self.clock.passed(PREFILL, len(x_ND) == 1, self.experts.stalled)
+        return x_ND
+
+    def logits(self, x_ND: Tensor) -> Tensor:
+        """Logits (N, V) of `states`."""
+        return self._resident.logits(x_ND)
+
     def empty(self) -> None:
         """Forget all experts but the pinned ones, as before the first token."""
         self.experts.empty()
@@ -155,6 +170,15 @@ class Engine:
 
     def _forward(self, running: list[Running], phase: int) -> Tensor:
         """Logits (B, V) after the running sequences' next tokens."""
+        x_ND = self._states(running, phase)
+        if phase == PREFILL:
+            x_ND = x_ND[torch.tensor([len(sequence.fed) for sequence in running]).cumsum(0) - 1]
+        logits_BV = self._resident.logits(x_ND)
+        self.clock.passed(phase, sum(len(sequence.fed) for sequence in running) == 1, self.experts.stalled)
+        return logits_BV
+
+    def _states(self, running: list[Running], phase: int) -> Tensor:
+        """States (N, D) of all tokens of a pass before the last norm, sequence after sequence."""
         fed = [sequence.fed for sequence in running]
         places = [(sequence.keys, len(tokens)) for sequence, tokens in zip(running, fed)]
         tokens_N = torch.tensor([token for tokens in fed for token in tokens])
@@ -181,11 +205,7 @@ class Engine:
             self.clock.computed(layer, self.experts.stalled, len(tokens_N) == 1)
         for keys, n in places:
             keys.length += n
-        if phase == PREFILL:
-            x_ND = x_ND[torch.tensor([n for _, n in places]).cumsum(0) - 1]
-        logits_BV = self._resident.logits(x_ND)
-        self.clock.passed(phase, len(tokens_N) == 1, self.experts.stalled)
-        return logits_BV
+        return x_ND
 
     def _open_pass(self, tokens_N: Tensor, numbers: list[int]) -> tuple[int, slice]:
         """(pass, rows of its tokens) in the arrays of the cache's bookkeeping."""
@@ -245,9 +265,12 @@ class Engine:
         return x_ND + torch.bmm(gates_NK.unsqueeze(1), mixed.view(N, K, -1))[:, 0]
 
     def _check_prompts(self, prompts, max_new_tokens: int, temperature: float) -> None:
-        config = self.manifest.model
         if max_new_tokens < 1 or temperature < 0:
             raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1, temperature={temperature} at least 0")
+        self._check_tokens(prompts, max_new_tokens)
+
+    def _check_tokens(self, prompts, max_new_tokens: int) -> None:
+        config = self.manifest.model
         if not len(prompts):
             raise ConfigError("there is no prompt")
         for i, prompt in enumerate(prompts):

@@ -105,8 +105,8 @@ def export(source: str | Path | Source, out: str | Path, *, dtype: str = "bf16",
     source = Checkpoint(folder) if folder else source
     config = source.config
     check_entries(source.names(), config)
-    fitted = {kind: _read_heads(kind, Path(path), config) for kind, path in (_own_heads(folder) if heads is None and folder else heads or {}).items()}
-    tokenizer = tokenizer or (_own_tokenizer(folder) if folder else None)
+    fitted = {kind: read_heads(kind, Path(path), config) for kind, path in (_own_heads(folder) if heads is None and folder else heads or {}).items()}
+    tokenizer = tokenizer or (own_tokenizer(folder) if folder else None)
     temporary = _begin(out, config, dtype, alignment, fitted)
     try:
         progress("resident part")
@@ -224,7 +224,7 @@ def _own_heads(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _own_tokenizer(folder: Path) -> str | None:
+def own_tokenizer(folder: Path) -> str | None:
     if (folder / TOKENIZER).is_file():
         return TOKENIZER
     run = folder.parent / "config.json"
@@ -234,7 +234,7 @@ def _own_tokenizer(folder: Path) -> str | None:
         return None   # not a run of ours: prompts are given as token ids
 
 
-def _read_heads(kind: str, path: Path, config: ModelConfig) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+def read_heads(kind: str, path: Path, config: ModelConfig) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """The weights in `path` and their horizons, checked against the model."""
     if kind not in PREDICTORS:
         raise ConfigError(f"heads: {kind!r} is unknown; choose one of {', '.join(PREDICTORS)}")

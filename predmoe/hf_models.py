@@ -1,0 +1,162 @@
+"""Models and tokenizers from a folder or the hub, for `hf.Backbone`: what cannot be used is one sentence that names it."""
+# T time
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from predmoe.config import ConfigError
+from predmoe.data import Tokenizer, load_tokenizer
+from predmoe.hf import Backbone
+
+OURS = ("bpe8k", "gpt2")   # of data.load_tokenizer
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def checkpoint_folder(name: str) -> str:
+    """`name`, or the checkpoint in it where it is a run's folder of the store. Raises ConfigError for a path that is not there."""
+    folder = Path(name).expanduser()
+    if (folder / "checkpoint" / "config.json").is_file():
+        return str(folder / "checkpoint")
+    if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ConfigError(f"{name}: no such folder")
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{name} holds no config.json: it is not a checkpoint")
+    return str(folder) if folder.exists() else name
+
+
+def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
+    """The causal language model in a folder (of a checkpoint or of one of our runs) or of a hub id, frozen, in evaluation mode.
+
+    No code that comes with a model is run. Raises ConfigError for what is not there or cannot be read, for a hub id that is neither cached nor
+    reachable, for a dense model, and for one whose gates are not recognised.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from predmoe.train import check_device
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    check_device(device)
+    source = checkpoint_folder(name)
+    logging.disable_progress_bar()
+    told = logging.get_verbosity()
+    logging.set_verbosity_error()   # what it would tell of missing weights is an error below
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True)
+    except Exception as error:   # the libraries below raise a dozen kinds for a file or an id that is not what it should be
+        raise ConfigError(_told(name, source, error, "model")) from None
+    finally:
+        logging.set_verbosity(told)
+    if missing := sorted(found["missing_keys"]) or sorted(str(key) for key in found["mismatched_keys"]):   # the library would go on with random weights
+        raise ConfigError(f"{name}: the checkpoint has no {missing[0]} of the shape that its config.json asks for: it is incomplete or another model's")
+    try:
+        return Backbone(model.to(device).requires_grad_(False).eval())
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _told(name: str, source: str, error: Exception, what: str) -> str:
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    if Path(source).exists():
+        return f"{name}: its {what} cannot be loaded: {reason}"
+    return (f"{name}: no such folder, and the hub gave no {what} of that name ({type(error).__name__}: {reason}); without a network, download it elsewhere "
+            "and give its folder")  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class HubTokenizer:
+    """A transformers tokenizer with the names of `data.Tokenizer`; special tokens written in a text are ordinary text, none is added."""
+
+    name: str
+    held: object
+    eot: int
+    hash: str
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.held)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return self.held(list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"] if texts else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.held.decode([int(i) for i in ids])
+
+
+def tokenizer_of(name: str, asked: str | None = None) -> Tokenizer | HubTokenizer:
+    """The tokenizer `asked` (bpe8k, gpt2, a folder or a hub id), by default the one that came with the model `name`: its run's, or its files'.
+
+    Raises ConfigError where there is none, or none that ends a text.
+    """
+    from predmoe.engine.export import own_tokenizer
+    from predmoe.engine.layout import TOKENIZER
+
+    source = checkpoint_folder(name)
+    own = own_tokenizer(Path(source)) if asked is None else None
+    asked = asked or (own if own != TOKENIZER else None)
+    if asked in OURS:
+        return load_tokenizer(asked)
+    from transformers import AutoTokenizer
+
+    source = checkpoint_folder(asked) if asked and not Path(asked).exists() else asked or source
+    try:
+        held = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:   # as in `load`
+        hint = "" if asked else "; name one with --tokenizer (bpe8k, gpt2, a folder or a hub id)"
+        raise ConfigError(_told(asked or name, source, error, "tokenizer") + hint) from None
+    if not held("a word", add_special_tokens=False)["input_ids"]:   # where there are no files, the library makes an empty one for some families
+        raise ConfigError(f"{asked or name} has no tokenizer: name one with --tokenizer (bpe8k, gpt2, a folder or a hub id)")
+    end = held.eos_token_id if held.eos_token_id is not None else held.sep_token_id
+    if end is None:
+        raise ConfigError(f"the tokenizer {asked or name} has no end-of-text token, which stands between documents")
+    raw = held.backend_tokenizer.to_str() if getattr(held, "is_fast", False) else json.dumps([type(held).__name__, held.get_vocab()], sort_keys=True)
+    return HubTokenizer(Path(str(source)).name, held, int(end), hashlib.sha256(raw.encode()).hexdigest()[:16])
+
+
+def check_tokenizer(tokenizer: Tokenizer | HubTokenizer, backbone: Backbone, name: str) -> None:
+    """Raise ConfigError where the tokenizer has more ids than the model has embeddings."""
+    if tokenizer.vocab_size > backbone.config.vocab_size:
+        sizes = f"{tokenizer.vocab_size:,} ids, the vocabulary of {name} {backbone.config.vocab_size:,}"
+        raise ConfigError(f"the tokenizer {tokenizer.name} has {sizes}: it is another model's")
+
+
+def encode(texts: Sequence[str], names: Sequence[str], tokenizer, backbone: Backbone, *, tokens: int | None = None) -> tuple[torch.Tensor, list[int]]:
+    """Token ids (B, T), each row padded at its end with end-of-text, and the rows' lengths; `tokens` cuts each text to its first ones.
+
+    Raises ConfigError that names (`names`) a text that is empty, longer than the model's context, or of ids that the model has not.
+    """
+    if tokens is not None and not 1 <= tokens <= backbone.config.context:
+        raise ConfigError(f"tokens={tokens} must lie in 1..{backbone.config.context}, the model's context")
+    rows = []
+    for name, text in zip(names, texts):
+        ids = tokenizer.encode(text)[:tokens]
+        if not ids:
+            raise ConfigError(f"{name} is empty: there is nothing to record")
+        if len(ids) > backbone.config.context:
+            raise ConfigError(f"{name} has {len(ids)} tokens, the model's context takes {backbone.config.context}: cut it, or record its first ones (--tokens)")
+        if max(ids) >= backbone.config.vocab_size:
+            last = backbone.config.vocab_size - 1
+            raise ConfigError(f"{name}: the tokenizer {tokenizer.name} gives id {max(ids)}, the model's vocabulary ends at {last}: it is another model's")
+        rows.append(ids)
+    lengths = [len(ids) for ids in rows]
+    padded = torch.full((len(rows), max(lengths)), min(tokenizer.eot, backbone.config.vocab_size - 1))
+    for row, ids in zip(padded, rows):
+        row[: len(ids)] = torch.tensor(ids)
+    return padded, lengths
+
+
+def seems_foreign(val_loss: float, vocab_size: int) -> bool:
+    """Whether text costs more than guessing evenly among all ids: the tokenizer, or the weights, are most likely not the model's."""
+    return not val_loss < math.log(vocab_size)

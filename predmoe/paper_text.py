@@ -1,0 +1,221 @@
+"""What the paper says in numbers: every value, table and computed sentence of main.tex, by name, from the results of a profile.
+
+A name is dotted: `claim.ranking-gain.verdict`, `say.effect`, `table.hits`, `findings.07_controls`. Words with a direction come from
+`findings`, verdicts from `stats`, so that the text cannot say the opposite of its numbers. What has not been run says so in its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from . import claims as deciding
+from . import config, experiments, findings, results, stats
+from .tex import listed, prose
+
+EXPERIMENTS = {
+    "01_mechanism": "mechanism", "02_horizons": "horizons", "03_dose": "dose", "04_isolation": "isolation", "05_cache_simulation": "simulator", "06_seeds": "seeds",
+    "07_controls": "controls", "08_latency_sensitivity": "sensitivity", "09_longer_training": "longer training", "10_olmoe_lora": "fine-tune of a pretrained model", "11_engine": "engine",
+    "12_downstream": "zero-shot quality", "13_olmoe_dose": "dose of the fine-tune", "14_ranking_seeds": "seeds and sizes", "15_frontier": "frontier",
+}  # fmt: skip
+# Findings that the paper says elsewhere or that speak of the notebook itself.
+LEFT_OUT = r"post-hoc fits converged|^All \d+ .* fits|^Our accuracies are|^The public traces are|^Recorded traces|claims of the reference study are decided"
+AGAIN = r"^Under the ranking MLP|^Corrected for|^The joint arm|^Joint training [^:]*(validation loss|margin)|^It [^:]*exact-set"   # said of the primary experiment
+BESIDE = {   # experiment -> findings that its notebook has room for and the paper has not
+    "04_isolation": r"^Linear, |^On the joint backbone", "06_seeds": AGAIN + r"|^To find an effect of 0", "07_controls": r"^Of the baseline model's",
+    "11_engine": r"^\w+-(next_router|linear|oracle) is ", "14_ranking_seeds": AGAIN, "15_frontier": r"^On S[RC]",
+}  # fmt: skip
+PRIMARY = ("14_ranking_seeds", "06_seeds", "02_horizons")   # of joint against baseline: the first that has been run, as in assets/claims.yaml
+DETAILS = {   # name -> (experiment, the beginning of its finding): single sentences that have a place of their own
+    "say.reproduction": ("05_cache_simulation", "With a Zipf exponent"), "say.waste": ("05_cache_simulation", "Waste by an ever-used set"),
+    "say.ranked": ("05_cache_simulation", "The study's guesses"), "say.traces": ("05_cache_simulation", "On our models' traces"),
+    "say.policies": ("05_cache_simulation", r"With \d+% of the experts in memory"),
+    "say.fit": ("05_cache_simulation", "Fitted on"), "say.field-prefetch": ("05_cache_simulation", "Colibri's prefetch"),
+    "say.prompt": ("08_latency_sensitivity", "From cold"), "say.best": ("08_latency_sensitivity", "With the best setting"),
+    "say.map": ("08_latency_sensitivity", "Without the guard prefetching harms"), "say.map-guarded": ("08_latency_sensitivity", "With the guard prefetching harms in"),
+    "say.term": ("01_mechanism", "At the end of training"), "say.chosen": ("02_horizons", r"(Of \d+|None of the|No) candidates?"), "say.documents": ("02_horizons", "Resampling"),
+    "say.variations": ("02_horizons", "So at h"),
+}  # fmt: skip
+VERDICTS = {stats.REPLICATED: "replicated", stats.PARTLY: "partly replicated", stats.NOT_REPLICATED: "not replicated", stats.NOT_TESTED: "not tested"}
+
+
+def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str, str]:
+    """Every named value of the paper as LaTeX. `found`: results by experiment; `decided`: the claims with their verdicts (`claims.evaluate`).
+
+    A name is there whether or not its experiment has been run, so that main.tex is checked against all of them. Raises ResultError where results that
+    are there lack what the paper says of them.
+    """
+    made = _protocol(found) | _claims(decided) | _sentences(found, decided)
+    for name in EXPERIMENTS:
+        said = [text for text in found.get(name, {}).get("findings", []) if not re.search(LEFT_OUT, text) and not re.search(BESIDE.get(name, "^$"), text)]
+        made[f"findings.{name}"] = " ".join(map(prose, said)) if name in found else notrun(name)
+    for key, (name, start) in DETAILS.items():
+        if name not in found:
+            made[key] = notrun(name)
+            continue
+        said = [text for text in found[name]["findings"] if re.match(start, text)]
+        said = [re.sub("^So ", "Across the variations of the recipe, ", text) for text in said]   # where the sentences before it do not stand
+        made[key] = " ".join(map(prose, said)) if said else rf"\notreported{{{name}}}"
+    return made
+
+
+def primary(found: Mapping[str, Mapping]) -> str | None:
+    """The experiment on which the paper's main comparison stands: the one with most seeds that has been run; None: none has."""
+    return next((name for name in PRIMARY if name in found), None)
+
+
+def notrun(experiment: str) -> str:
+    return rf"\notrun{{{experiment}}}"
+
+
+def number(value: float, digits: int) -> str:
+    """A level: fixed digits, no sign."""
+    return f"{value:.{digits}f}"
+
+
+def effect(e: Mapping, unit: str) -> str:
+    """An effect with its interval, without the name of its unit: for a column that names it."""
+    return prose(re.sub(r" (points|nats)|%", "", results.effect_text(e, unit)))
+
+
+# --- what was fixed ----------------------------------------------------------------------------------------------------
+
+def _protocol(found) -> dict[str, str]:
+    main = primary(found)
+    asked = found[main]["provenance"]["parameters"] if main else {}
+    tier = config.TIERS[asked.get("tier", "cpu")]
+    objective, fit = tier.objective, tier.posthoc
+    tokens = tier.train.steps * tier.train.batch_size * tier.model.context
+    ran, missing = [name for name in EXPERIMENTS if name in found], [name for name in EXPERIMENTS if name not in found]
+    status = f"Of {len(EXPERIMENTS)} planned experiments {len(ran)} have been run; where the others will stand, the text says so." if missing else f"All {len(EXPERIMENTS)} planned experiments have been run."
+    size = _size(tier)
+    return {
+        "status": prose(status), "gate.loss": f"{100 * stats.MAX_LOSS_INCREASE:g}\\%", "gate.entropy": f"{stats.MIN_LOAD_ENTROPY_RATIO:g}",
+        "weight.balance": f"{objective.balance:g}", "weight.joint": f"{asked.get('lambda_pred', 0.3):g}" if asked else notrun("02_horizons"),
+        "horizons": listed([str(h) for h in asked["horizons"]]) if asked else notrun("02_horizons"),
+        "horizons.set": ", ".join(map(str, asked["horizons"])) if asked else r"\\dots", "seeds": str(len(asked["seeds"])) if asked else notrun("02_horizons"),
+        "ramp.start": f"{100 * objective.ramp_start:g}\\%", "ramp.end": f"{100 * objective.ramp_end:g}\\%", "heads.lr": f"{tier.train.predictor_lr_scale:g}",
+        "fit.every": str(fit.eval_every), "fit.divisor": "4", "fit.patience": str(fit.patience), "heldout.tokens": f"{tier.data.heldout_tokens:,}".replace(",", "\\,"),
+        "factor": f"{stats.MAGNITUDE_FACTOR:g}", "least.seeds": str(stats.LEAST_SEEDS), "train.lr": f"{tier.train.lr:g}", "train.tokens": f"{tokens / 1e6:.3g} million",
+        "model.total": f"{size['total'] / 1e6:.3g} million", "model.active": f"{size['active'] / 1e6:.3g} million", "model.layers": str(tier.model.num_layers),
+        "model.experts": str(tier.model.num_experts), "model.k": str(tier.model.top_k), "model.chance": number(tier.model.top_k / tier.model.num_experts, 3),
+    }  # fmt: skip
+
+
+def _size(tier) -> dict[str, int]:
+    from . import model   # imports torch, which takes seconds
+
+    return model.count_parameters(tier.model)
+
+
+# --- claims ------------------------------------------------------------------------------------------------------------
+
+def _claims(decided) -> dict[str, str]:
+    made = {}
+    for claim in decided:
+        name, run = f"claim.{claim['id']}", claim["effects"] or "has not been run" not in claim["why"]
+        made |= {f"{name}.statement": prose(claim["statement"]), f"{name}.reference": prose(claim["reference"]), f"{name}.verdict": VERDICTS[claim["verdict"]],
+                 f"{name}.measured": prose(claim["measured"]) if claim["effects"] else notrun(claim["notebook"]), f"{name}.why": reason(claim) if run else notrun(claim["notebook"]),
+                 f"{name}.n": str(claim["n"]) if claim["effects"] else notrun(claim["notebook"])}  # fmt: skip
+    return made
+
+
+NAMES = r"(?P<joint>: | only for )(?P<names>[^()]*?(?: - |, h=|\.|_)[^()]*)$"   # the internal names of effects at the end of a verdict's reason
+
+
+def reason(claim: Mapping) -> str:
+    """Why a claim has its verdict; of one with several parts, each part's own verdict."""
+    parts = claim.get("parts", [])
+    if not parts:
+        return _why(claim["why"])
+    held = sum(part["verdict"] == stats.REPLICATED for part in parts)
+    return prose(f"{held} of {len(parts)} parts replicated: " + "; ".join(f"{part['name']}, {VERDICTS[part['verdict']]}" for part in parts))
+
+
+def _why(text: str) -> str:
+    """A verdict's reason with, of the names of effects that may end it, only the horizons."""
+    if not (match := re.search(NAMES, text)):
+        return prose(text)
+    at = ", ".join(dict.fromkeys(re.findall(r"h=\d+", match["names"])))
+    return prose(text[: match.start()] + (match["joint"] + at if at else "" if match["joint"] == ": " else " in part"))
+
+
+# --- sentences ---------------------------------------------------------------------------------------------------------
+
+def _sentences(found, decided) -> dict[str, str]:
+    counts = {word: sum(claim["verdict"] == word for claim in decided) for word in VERDICTS}
+    told = ", ".join(f"{counts[word]} {'are' if i == 0 else ''} {VERDICTS[word]}".replace("  ", " ") for i, word in enumerate(VERDICTS) if counts[word])
+    made = {"say.counts": prose(f"Of {len(decided)} claims of the study {told}."), "claims.count": str(len(decided))}
+    made |= {f"count.{word.replace(' ', '-')}": str(n) for word, n in counts.items()}
+    return made | _of_horizons(found) | _of_simulator(found)
+
+
+MAIN = ("effect", "corrected", "compared", "linear", "free", "lookup", "margin", "cost", "loss", "reuse", "converged")
+OTHER = ("alternative", "alternative-cost")
+
+
+def _of_horizons(found) -> dict[str, str]:
+    """Joint against baseline, of the primary experiment; the alternative objective, of 02_horizons, which alone has it."""
+    made = {f"say.{name}": notrun("02_horizons") for name in MAIN + OTHER}
+    if (main := primary(found)) is None:
+        return made
+    result = found[main]
+    arms, gates = result["arms"], {gate["arm"]: gate["sentence"] for gate in result["gates"]}
+
+    def by(predictor, metric="hit"):
+        return experiments.hit_effects(arms, "joint", "baseline", metric=metric, predictors=[predictor])
+
+    confirmatory = by("ranking")
+    known = {h: value for (predictor, h), value in experiments.reference_effects().items() if predictor == "ranking"}
+    compared = [f"at h = {e['horizon']}, {findings.compare(e, known[e['horizon']])}" for e in confirmatory if e["horizon"] in known]
+    loss, reuse = experiments.scalar_effects(arms, "joint", "baseline", {"val_loss": "nats/token", "reuse": "share of k"})
+    said = {
+        "effect": findings.say_confirmed(confirmatory, "Under the ranking MLP on both sides, joint training", "hit@k"), "corrected": findings.corrected(confirmatory),
+        "compared": "; ".join(compared) + "." if compared else "No horizon is in common with the reference study.",
+        "linear": findings.say_by_horizon(by("linear"), "Under a fresh linear predictor it", "hit@k"),
+        "free": findings.say_by_horizon(by("next_router"), "For the next layer's router applied early, which costs nothing, it", "hit@k"),
+        "lookup": findings.say_by_horizon(by("token_id"), "Joint training", "what a token-id lookup foretells"),
+        "margin": findings.say_by_horizon(by("ranking", "margin_over_token_id"), "It", "the ranking MLP's margin over the lookup"),
+        "cost": f"The joint arm {gates['joint']}.", "loss": findings.say(loss, "Joint training", "validation loss", "nats"),
+        "reuse": findings.say(reuse, "Joint training", "the reuse of experts from one token to the next", "points"),
+        "converged": next((text for text in result["findings"] if "post-hoc fits" in text), ""),
+    }  # fmt: skip
+    if "02_horizons" in found:
+        said |= _alternative(found["02_horizons"])
+    return made | {f"say.{name}": prose(text) for name, text in said.items()}
+
+
+def _alternative(result) -> dict[str, str]:
+    if not any(row["arm"] == "alternative" for row in result["arms"]):
+        return {"alternative": "This profile reports no alternative objective.", "alternative-cost": ""}
+    against = experiments.hit_effects(result["arms"], "alternative", "joint", predictors=["ranking"])
+    gate = next(gate["sentence"] for gate in result["gates"] if gate["arm"] == "alternative")
+    return {"alternative": findings.say_by_horizon(against, "Against the study's objective, the best alternative, chosen on other seeds,", "hit@k"), "alternative-cost": f"It {gate}."}
+
+
+def relative(result: Mapping, arm: str, minus: str, metric: str, prefix: str = "") -> dict:
+    """`arm` against `minus` as a share of it, paired by seed, from the arms of a simulation's results."""
+    sides = [results.values_by_seed(result["arms"], prefix + name, metric) for name in (arm, minus)]
+    return stats.paired(*sides, relative=True, name=f"{arm} - {minus}", unit="percent").as_dict()
+
+
+def _of_simulator(found) -> dict[str, str]:
+    worth, waiting = "05_cache_simulation", "08_latency_sensitivity"
+    made = {}
+    asked = (("worth", worth, "joint-linear", "baseline-linear", "tok_s", "With our linear predictors' accuracies, joint training", "simulated tokens per second"),
+             ("worth-ranking", worth, "joint-ranking", "baseline-ranking", "tok_s", "With our ranking predictors' accuracies, it", "simulated tokens per second"),
+             ("spared", worth, "joint-linear", "baseline-linear", "wasted_mb", "With linear predictors, it", "wasted bytes"),
+             ("any", worth, "baseline-ranking", "demand", "tok_s", "For an ordinary model, prefetching what a ranking predictor foretells", "simulated tokens per second"),
+             ("over-free", worth, "joint-ranking", "next-router", "tok_s", "Against the next layer's router, which is free, the joint model's ranking predictor", "simulated tokens per second"),
+             ("oracle", worth, "oracle", "demand", "tok_s", "An oracle", "simulated tokens per second"),
+             ("ttft", waiting, "baseline-linear", "demand", "ttft_ms", "Prefetching (linear predictor)", "the cold time to first token"),
+             ("ttft-joint", waiting, "joint-linear", "baseline-linear", "ttft_ms", "Beyond that the joint model", "the cold time to first token"))  # fmt: skip
+    for name, experiment, arm, minus, metric, subject, quantity in asked:
+        ran = experiment in found
+        made[f"say.{name}"] = prose(findings.say(relative(found[experiment], arm, minus, metric), subject, quantity, "percent")) if ran else notrun(experiment)
+    return made
+
+
+def decide(found: Mapping[str, Mapping], specs: Iterable[Mapping]) -> list[dict]:
+    """The claims with their verdicts, from the results themselves: a claims.json that is behind them is not read."""
+    return [deciding.evaluate(spec, found) for spec in specs]

@@ -1,0 +1,41 @@
+"""Figures of 12: what the models answer rightly, task by task, against the line of chance. As in `plots`: tables in, every seed an open point."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from .plots import _legend, _looks, _point, _styled
+
+CHANCE = dict(color="#B03A2E", linestyle=(0, (4, 2)), linewidth=1)
+
+
+@_styled
+def levels(table: pd.DataFrame, *, columns: int = 4) -> Figure:
+    """Columns task, accuracy, accuracy_norm (shares; NaN where there is none) and chance. One panel per task: both accuracies of every arm, and the line of chance."""
+    tasks, arms, looks = list(dict.fromkeys(table.task)), list(dict.fromkeys(table.arm)), _looks(table)
+    across = min(columns, len(tasks))
+    rows = -(-len(tasks) // across)
+    figure = Figure(figsize=(max(2.2 * across, 4.2) + 0.6, 2.5 * rows + 0.7))
+    axes = figure.subplots(rows, across, squeeze=False)
+    for ax, task in zip(axes.flat, tasks):
+        part = table[table.task == task]
+        shown = [name for name in ("accuracy", "accuracy_norm") if not part[name].isna().all()]
+        for x, name in enumerate(shown):
+            for i, arm in enumerate(arms):
+                mine = part[part.arm == arm]
+                if len(mine):
+                    _point(ax, x + (i - (len(arms) - 1) / 2) * 0.3, 100 * mine[name], looks[arm])
+        ax.axhline(100 * part.chance.iloc[0], **CHANCE)
+        ax.set_title(task, fontsize=9.5)
+        ax.set(xticks=range(len(shown)), xticklabels=["plain", "normalised"][: len(shown)], xlim=(-0.6, len(shown) - 0.4))
+        ax.margins(y=0.2)
+    for ax in list(axes.flat)[len(tasks) :]:
+        ax.set_visible(False)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("right answers (%)")
+    for ax in axes[-1]:
+        ax.set_xlabel("accuracy")
+    _legend(figure, table, [Line2D([], [], **CHANCE, label="chance")], columns=4)
+    return figure

@@ -1,0 +1,297 @@
+"""The paper: its numbers are generated, what is asked for exists, results of several commits are refused, and the PDF says what results.json says."""
+
+import copy
+import gzip
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from predmoe import cli, paper, paper_build, paper_figures, paper_tables, paper_text, paths, references, results, tex
+from predmoe.config import ConfigError
+
+MAIN = (paper.FOLDER / "main.tex").read_text()
+BIBLIOGRAPHY = (paper.FOLDER / "references.bib").read_text()
+RECORDS = paths.ROOT.parent / "shared" / "reference" / "references.json"
+SPECS = yaml.safe_load((results.ASSETS / "claims.yaml").read_text())
+needs_latex = pytest.mark.skipif(not shutil.which("latexmk") or not shutil.which("pdftotext"), reason="LaTeX (latexmk) or pdftotext is not installed: .ci/run installs both")
+
+
+def made(profile, found):
+    """Every value of the paper for these results."""
+    decided = paper_text.decide(found, SPECS)
+    return paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found) | {"source.doubts": ""}, decided
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return paper.load("cpu")
+
+
+@pytest.fixture(scope="module")
+def told(committed):
+    """The values of the committed results, and the claims as they decide them."""
+    return made("cpu", committed)
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of the committed results and of the paper's sources, to change; returns (profile's folder, paper's folder)."""
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path / "outputs"))
+    for name in [*paper_text.EXPERIMENTS, "00_report"]:
+        if (paths.ROOT / "outputs" / "cpu" / name).exists():
+            shutil.copytree(paths.ROOT / "outputs" / "cpu" / name, tmp_path / "outputs" / "cpu" / name, ignore=shutil.ignore_patterns("*.ipynb", "*.svg", "*.png"))
+    (tmp_path / "paper").mkdir()
+    for name in ("main.tex", "references.bib"):
+        shutil.copy(paper.FOLDER / name, tmp_path / "paper")
+    return tmp_path / "outputs" / "cpu", tmp_path / "paper"
+
+
+def change(folder, experiment, edit):
+    path = folder / experiment / "results.json"
+    result = json.loads(path.read_text())
+    edit(result)
+    path.write_text(json.dumps(result))
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------------
+
+def test_no_number_is_typed_into_abstract_results_or_conclusion():
+    assert paper.typed(MAIN) == []
+
+
+@pytest.mark.parametrize("sentence", ["It gains 3.4 points.", "It gains three points.", r"\val{say.effect} by 2\%", "$p=0.04$"])
+@pytest.mark.parametrize("place", [r"\begin{abstract}", "% --- results begin ---", r"\section{Conclusion}"])
+def test_a_typed_number_is_found_wherever_it_stands(place, sentence):
+    (only,) = paper.typed(MAIN.replace(place, f"{place}\n{sentence}"))
+    assert re.search(r"\d|three", only)
+
+
+def test_a_part_that_cannot_be_found_is_an_error():
+    with pytest.raises(ConfigError, match="results end"):
+        paper.typed(MAIN.replace("% --- results end ---", ""))
+
+
+def test_every_name_exists_whatever_has_been_run(told):
+    """Otherwise main.tex would build today and break when the next experiment is run, or the other way round."""
+    assert made("cpu", {})[0].keys() == told[0].keys()
+
+
+def test_what_has_not_been_run_says_so_and_has_no_number():
+    values, _ = made("cpu", {})
+    assert values["say.effect"] == values["claim.ranking-gain.measured"] == r"\notrun{02_horizons}" and values["findings.07_controls"] == r"\notrun{07_controls}"
+    assert "[0" not in values["table.headline"] and values["table.headline"].count(r"\notrun") == sum(spec["headline"] for spec in SPECS)
+    assert "not run yet" in values["table.provenance"] and values["table.effects"] == r"\multicolumn{5}{c}{\notrun{02_horizons}} \\"
+
+
+@pytest.mark.parametrize("asked, said", [
+    (r"\claim{no-such-claim}{verdict}", "claim 'no-such-claim'"), (r"\claim{ranking-gain}{colour}", "value 'claim.ranking-gain.colour'"), (r"\val{say.nothing}", "value 'say.nothing'"),
+    (r"\ifrun{99_nothing}{a}{b}", "experiment '99_nothing'"), (r"\findings{99_nothing}", "findings.99_nothing"), (r"\figref{nothing}", "figure 'nothing'"),
+])  # fmt: skip
+def test_what_does_not_exist_is_named(told, asked, said):
+    values, decided = told
+    paper.check(MAIN, values, decided)
+    with pytest.raises(ConfigError, match="asks for what does not exist: .*" + re.escape(said)):
+        paper.check(MAIN.replace("% --- results begin ---", "% --- results begin ---\n" + asked), values, decided)
+
+
+def test_every_figure_that_is_drawn_is_shown_and_every_experiment_has_its_place():
+    assert set(re.findall(r"^\\resultfigure\{(\w+)\}", MAIN, flags=re.MULTILINE)) == set(paper_figures.FIGURES)
+    assert set(paper_text.EXPERIMENTS) >= {path.stem for path in paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")} - {"00_report"}
+    told = set(re.findall(r"(?:findings|ifrun)\{(\d\w+)\}", MAIN)) | {name for name, _ in paper_text.DETAILS.values()}
+    assert told == set(paper_text.EXPERIMENTS)
+
+
+def test_single_sentences_are_found_in_the_committed_results(committed, told):
+    """A notebook whose words change loses its sentence in the paper: the list of beginnings must follow."""
+    lost = [key for key, (name, _) in paper_text.DETAILS.items() if name in committed and "notreported" in told[0][key]]
+    assert not lost
+
+
+def test_the_direction_of_a_sentence_follows_the_data(committed, told):
+    """With the two arms exchanged, what was raised is lowered: no verb is typed."""
+    found = copy.deepcopy(committed)
+    for row in found[paper_text.primary(found)]["arms"]:
+        row["arm"] = {"joint": "baseline", "baseline": "joint"}.get(row["arm"], row["arm"])
+    before, after = told[0], paper_text.values(found, told[1])
+    for key in ("say.effect", "say.linear", "say.free"):
+        assert "raises" in before[key] and "lowers" not in before[key] and "lowers" in after[key] and "raises" not in after[key]
+    assert before["say.worth"] == after["say.worth"]   # another experiment
+
+
+def test_the_committed_claims_are_those_that_the_results_give(told):
+    assert paper.behind("cpu", told[1]) == []
+
+
+# --- where results come from -------------------------------------------------------------------------------------------------
+
+def test_results_of_one_clean_commit_raise_no_doubt(committed):
+    one = copy.deepcopy(committed)
+    for result in one.values():
+        result["provenance"] |= {"commit": "c" * 40, "dirty": False}
+    assert paper.mixture(one) == []
+
+
+@pytest.mark.parametrize("edit, said", [
+    (lambda r: r["provenance"].update(dirty=True), "02_horizons was run on changed code"), (lambda r: r["provenance"].update(dirty=None), "02_horizons was run on code outside a git checkout"),
+    (lambda r: r["provenance"].update(commit="f" * 40), "commits are mixed: .*02_horizons at ffffffffff"),
+    (lambda r: next(iter(r["provenance"]["runs"].values()))["provenance"].update(dirty=True), "02_horizons reads 1 models trained on changed code"),
+])  # fmt: skip
+def test_dirty_or_mixed_results_are_refused_by_name_unless_told_otherwise(copied, edit, said):
+    folder, target = copied
+    change(folder, "02_horizons", edit)
+    with pytest.raises(ConfigError, match=said + ".*--any-commit"):
+        paper.write("cpu", target, figures=False)
+    assert not (target / "numbers.tex").exists()
+    notes = paper.write("cpu", target, any_commit=True, figures=False)
+    assert any(re.search(said, note) for note in notes) and re.search("not of one clean commit:.*" + said.replace("_", r"\\_"), (target / "numbers.tex").read_text())
+
+
+def test_a_profile_without_results_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path))
+    assert cli.main(["paper", "--profile", "cpu", "--no-pdf"]) == 2
+    assert capsys.readouterr().err == "predmoe: profile cpu has no results for a paper: run `predmoe report --profile cpu` first\n"
+
+
+# --- words and figures -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, set_", [
+    ("-0.3 points [-1.5, +1.4]", r"$-$0.3~points \mbox{[$-$1.5, +1.4]}"), ("at h = 4, hit@k", "at $h=4$, hit@$k$"), ("5% of a_b & c", r"5\% of a\_b \& c"), ("run 02_horizons", r"run \code{02\_horizons}"),
+    ("a - b, 1e-8", "a $-$ b, 1e-8"), ("+0.02 +- 0.01", r"+0.02 $\pm$ 0.01"), ("**so** it is", r"\textbf{so} it is"), ("at h = 1 / 2 / 4", "at $h=1/2/4$"),
+])  # fmt: skip
+def test_sentences_are_set_as_a_paper_sets_them(text, set_):
+    assert tex.prose(text) == set_
+
+
+def test_a_glyph_that_might_be_lost_is_an_error_and_accents_are_not():
+    assert tex.escape("Kydlíček") == r"Kydl\'{\i}\v{c}ek"
+    with pytest.raises(ValueError, match="U\\+4E2D"):
+        tex.escape("中")
+
+
+def test_figures_are_redrawn_to_the_same_bytes_with_words_for_who_cannot_see_them(committed, tmp_path, monkeypatch):
+    monkeypatch.setattr(paper_figures, "FIGURES", {name: paper_figures.FIGURES[name] for name in ("summary", "fit", "dose")})
+    first = paper_figures.write("cpu", committed, tmp_path / "a")
+    paper_figures.write("cpu", committed, tmp_path / "b")
+    assert set(first) == {name for name in ("summary", "fit", "dose") if paper_figures.FIGURES[name].of(committed)} and all(len(alt) > 40 for alt in first.values())
+    for name in first:
+        pdf = (tmp_path / "a" / f"{name}.pdf").read_bytes()
+        assert pdf == (tmp_path / "b" / f"{name}.pdf").read_bytes() and b"/Type3" not in pdf
+
+
+# --- references --------------------------------------------------------------------------------------------------------------
+
+def test_the_bibliography_is_sound():
+    assert references.lint(BIBLIOGRAPHY, MAIN) == []
+
+
+@pytest.mark.skipif(not RECORDS.exists(), reason="the verified list of references (../shared/reference/references.json) is not part of a clean checkout")
+def test_titles_ids_and_authors_are_those_of_the_verified_list():
+    records = json.loads(RECORDS.read_text())
+    assert references.lint(BIBLIOGRAPHY, MAIN, records) == []
+    assert references.write(records, references.cited(MAIN)) == BIBLIOGRAPHY
+
+
+RECORD = {"key": "doe2024routing", "title": "Routing & more", "authors": ["Ann Doe", "Bo Roe"], "year": "2024", "arxiv": "2401.01234", "venue": "", "verified": True}
+ORIGIN = RECORD | {"key": references.ORIGIN, "title": "The study", "arxiv": "", "venue": "GitHub: a/b"}
+CITING = rf"\citep{{doe2024routing}} \citet{{{references.ORIGIN}}}"
+
+
+def test_what_is_written_from_records_passes_the_lint():
+    assert references.lint(references.write([RECORD, ORIGIN], references.cited(CITING)), CITING, [RECORD, ORIGIN]) == []
+
+
+@pytest.mark.parametrize("edit, text, said", [
+    (lambda bib: bib + bib, CITING, "doe2024routing stands twice"), (lambda bib: bib, CITING + r"\cite{absent2020}", "absent2020 is cited and has no entry"),
+    (lambda bib: bib, rf"\cite{{{references.ORIGIN}}}", "doe2024routing has an entry and is never cited"), (lambda bib: bib, r"\cite{doe2024routing}", "the origin of the method, is not cited"),
+    (lambda bib: bib.replace("2401.01234", "24.1"), CITING, "24.1 is no arXiv id"), (lambda bib: bib.replace("  year = {2024},\n", "", 1), CITING, "doe2024routing has no year"),
+    (lambda bib: bib.replace("  eprint = {2401.01234},\n", ""), CITING, "doe2024routing has neither an arXiv id nor a DOI"),
+    (lambda bib: bib.replace("Routing", "Rooting"), CITING, "doe2024routing: the title is"), (lambda bib: bib.replace("Ann", "Anna"), CITING, "doe2024routing: the author is"),
+])  # fmt: skip
+def test_the_lint_finds(edit, text, said):
+    bib = edit(references.write([RECORD, ORIGIN], references.cited(CITING)))
+    assert any(said in wrong for wrong in references.lint(bib, text, [RECORD, ORIGIN]))
+
+
+def test_a_record_that_is_not_verified_is_not_written():
+    with pytest.raises(ConfigError, match="doe2024routing is cited, but its record is not verified"):
+        references.write([RECORD | {"verified": False}, ORIGIN], ["doe2024routing"])
+
+
+# --- building ----------------------------------------------------------------------------------------------------------------
+
+def test_without_latex_the_packages_are_named_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(paper, "FOLDER", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cli.main(["paper"]) == 2 and "apt-get install --no-install-recommends texlive" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_make_and_ci_name_the_same_packages_and_make_fails_without_them(tmp_path):
+    for name in ("Makefile", ".ci/run"):
+        assert " ".join(paper_build.PACKAGES) in (paths.ROOT / name).read_text()
+    for name in ("make", "sh"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    done = subprocess.run(["make", "paper"], cwd=paths.ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode and " ".join(paper_build.PACKAGES) in done.stdout
+
+
+@pytest.mark.parametrize("line, said", [
+    ("LaTeX Warning: Reference `fig:none' on page 3 undefined on input line 5.", "undefined reference fig:none"),
+    ("Package natbib Warning: Citation `none2020' on page 1 undefined on input line 9.", "undefined citation none2020"),
+    ("Missing character: There is no � in font ec-lmr10!", "no glyph"), ("Overfull \\hbox (5.3pt too wide) in paragraph at lines 3--9", "a line sticks out by 5.3 pt"),
+])  # fmt: skip
+def test_the_log_is_read_for_what_a_reader_would_stumble_over(line, said):
+    assert said in paper_build.faults(line)[0]
+    assert paper_build.faults("Overfull \\hbox (4.9pt too wide) in paragraph at lines 3--9") == []
+
+
+def text_of(pdf):
+    return " ".join(subprocess.run(["pdftotext", "-layout", pdf, "-"], capture_output=True, text=True, check=True).stdout.split())
+
+
+@needs_latex
+@pytest.mark.slow
+def test_the_archive_compiles_in_an_empty_folder_and_a_changed_result_changes_the_pdf(copied, tmp_path):
+    """The whole way: numbers, figures, PDF without a fault, archive; then another value in results.json, and another text."""
+    folder, target = copied
+    paper.write("cpu", target, any_commit=True)
+    before = text_of(paper_build.compile(target))
+    archive = paper_build.bundle(target, tmp_path / "sources.tar.gz")
+    with tarfile.open(fileobj=io.BytesIO(gzip.decompress(archive.read_bytes()))) as held:
+        names = held.getnames()
+    assert {"main.tex", "main.bbl", "numbers.tex", "references.bib", "figures/summary.pdf"} <= set(names) and not [name for name in names if Path(name).is_absolute()]
+
+    cost = next(e for e in paper_text.decide(paper.load("cpu"), SPECS) if e["id"] == "quality-cost")["measured"]
+    change(folder, "02_horizons", lambda r: [row.update(val_loss=row["val_loss"] * 1.1) for row in r["arms"] if row["arm"] == "joint"])
+    notes = paper.write("cpu", target, any_commit=True, figures=False)
+    after = text_of(paper_build.compile(target))
+    assert any("claims.json" in note for note in notes)
+    shown = re.search(r"\+?-?[\d.]+%", cost)[0].replace("-", "−")
+    assert shown in before and before != after and "+10." in after
+
+    (target / "main.tex").write_text(MAIN.replace("% --- results begin ---", r"\claim{no-such-claim}{verdict}"))
+    with pytest.raises(ConfigError, match="LaTeX stopped: .*no value is named claim.no-such-claim.verdict"):
+        paper_build.compile(target)
+
+
+@needs_latex
+@pytest.mark.slow
+def test_the_pdf_has_metadata_bookmarks_and_alternative_texts(copied):
+    _, target = copied
+    notes = paper.write("cpu", target, any_commit=True)
+    assert all("commit" in note for note in notes if "claims.json" not in note)
+    pdf = paper_build.compile(target)
+    about = subprocess.run(["pdfinfo", pdf], capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C.UTF-8"}).stdout
+    assert re.search(r"Title: +Can a mixture of experts", about) and re.search(r"Keywords: +mixture of experts", about) and re.search(r"Author: +\S", about)
+    plain = MAIN.replace(r"\usepackage{bookmark}", r"\usepackage{bookmark}\pdfcompresslevel=0 \pdfobjcompresslevel=0")
+    (target / "main.tex").write_text(plain)
+    raw = paper_build.compile(target).read_bytes()
+    drawn = len(list((target / "figures").glob("*.pdf")))
+    assert raw.count(b"/Span <</Alt (") == drawn + 1 == raw.count(b"\nEMC\n") and b"/Outlines" in raw   # and the drawing of the data path
