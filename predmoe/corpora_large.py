@@ -1,4 +1,4 @@
-"""The largest corpus that needs no hub: the offline corpus's packages and dictionaries and manuals of Debian 12, about 31M tokens.
+"""The largest corpus that needs no hub: the offline corpus's packages and dictionaries and manuals of Debian 12, about 32M tokens.
 
 Its key is the list of its sources, not their contents: a token file that was made elsewhere and carried here is known without
 the text. `scripts/prepare_corpus.py` fetches the packages, makes the token file and packs it.
