@@ -38,7 +38,7 @@ def model_traces(profile: str, *, tokens: int, accuracies: Mapping[str, Mapping[
     Where they are not there, two synthetic ones of the same shape stand in, and the sentence says so. `accuracies`: what the
     stand-ins' predictors reach, "MODEL-PREDICTOR" -> horizon -> hit@k.
     """
-    files = {model: _file(profile, model) for model in MODELS}
+    files = {model: trace_file(profile, model) for model in MODELS}
     found = {model: path for model, path in files.items() if path.exists()}
     if len(found) == len(files):
         held = {model: traces.load(path) for model, path in found.items()}
@@ -54,7 +54,8 @@ def model_traces(profile: str, *, tokens: int, accuracies: Mapping[str, Mapping[
                   f"{OURS['num_experts']} experts, top-{OURS['top_k']}, errors that are near misses).")  # fmt: skip
 
 
-def _file(profile: str, recording: str) -> Path:
+def trace_file(profile: str, recording: str) -> Path:
+    """Where a profile keeps a recording: a model's name, followed by -generated for its own text."""
     return paths.outputs(profile) / "traces" / f"{recording}.trace.safetensors"
 
 
@@ -95,9 +96,9 @@ GIVEN, OWN = "given", "own"
 
 def own_traces(profile: str) -> dict[str, Trace]:
     """The traces of a profile's baseline and joint model on their own generations; empty unless these and those on given text are all there."""
-    if not all(_file(profile, f"{model}{text}").exists() for model in MODELS for text in ("", "-generated")):
+    if not all(trace_file(profile, f"{model}{text}").exists() for model in MODELS for text in ("", "-generated")):
         return {}
-    return {model: traces.load(_file(profile, f"{model}-generated")) for model in MODELS}
+    return {model: traces.load(trace_file(profile, f"{model}-generated")) for model in MODELS}
 
 
 def by_text(given: Mapping[str, Trace], own: Mapping[str, Trace], *, share: float, disk: Disk, compute: Compute, horizon: int, guard: str, m: int = 16) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""The command line: `predmoe report`, `plan`, `train`, `paper` and `readme`; `trace` and `simulate` are in `cli_traces`, `export` and `generate`
+"""The command line: `predmoe report`, `plan`, `train`, `explore`, `paper` and `readme`; `trace` and `simulate` are in `cli_traces`, `export` and `generate`
 in `cli_engine`, `probe` in `cli_hf`, `evaluate` in `cli_downstream`. What a person can mend is one sentence and exit code 2; a bug is a traceback."""
 
 from __future__ import annotations
@@ -83,6 +83,11 @@ def _parser() -> argparse.ArgumentParser:
                          help="change the tier, as in `predmoe train`; posthoc.FIELD changes the predictors' fit")  # fmt: skip
     command.set_defaults(command=_gpu_report)
 
+    command = commands.add_parser("explore", help="open the explorer in JupyterLab: sliders over cache, disk and prefetch, each position simulated by a kernel")
+    command.add_argument("--port", type=int, default=8888, help="port of the server; the next free one where it is taken (default: 8888)")
+    command.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
+    command.set_defaults(command=_explore)
+
     cli_traces.add(commands)
     cli_engine.add(commands)
     cli_hf.add(commands)
@@ -161,6 +166,23 @@ def _gpu_report(options) -> int:
     except runs.RunFailed as error:
         return _say(str(error), 1)
     return 0
+
+
+def _explore(options) -> int:
+    """JupyterLab rather than Voila: it is here already, a reader may look at and change the cells, and what runs is the notebook as it is."""
+    import subprocess
+
+    from . import execute, paths
+
+    notebook = paths.NOTEBOOKS / "explore.ipynb"
+    if not notebook.exists():
+        raise ConfigError(f"there is no {notebook}: run predmoe from a clone of the repository")
+    if not 1 <= options.port <= 65535:
+        raise ConfigError(f"--port {options.port} must lie in 1..65535")
+    print("When the page is open: menu Run, Run All Cells. Ctrl-C here ends it.")
+    command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={paths.ROOT}", f"--port={options.port}", "--LabApp.default_url=/doc/tree/notebooks/explore.ipynb"]
+    with execute.own_kernel():
+        return subprocess.run(command + ["--no-browser"] * options.no_browser).returncode
 
 
 def _paper(options) -> int:

@@ -167,11 +167,20 @@ def execute(notebook: Path, out: Path, params: Mapping | None = None, *, stdout:
         os.replace(running, failed)
         raise NotebookFailed(f"{notebook.name}: {str(error).strip()} (out of memory? the cells that ran: {failed})") from None
     executed = _read(running)
+    _without_widgets(executed)
     executed.metadata.papermill |= {"input_path": notebook.name, "output_path": out.name}   # the same on every machine
     nbformat.write(executed, running)
     os.replace(running, out)
     failed.unlink(missing_ok=True)
     return out
+
+
+def _without_widgets(executed: nbformat.NotebookNode) -> None:
+    """Leave out what only the kernel that is gone could bring to life, so that the picture beside it is shown."""
+    executed.metadata.pop("widgets", None)
+    for output in (output for cell in executed.cells for output in cell.get("outputs", [])):
+        if "image/png" in output.get("data", {}):
+            output.data.pop("application/vnd.jupyter.widget-view+json", None)
 
 
 @contextlib.contextmanager
@@ -255,12 +264,13 @@ class Job:
 
 
 def plan(profile: str, only: Sequence[str] = ()) -> list[Job]:
-    """The notebooks of a profile in order, 00_report last, every parameter checked before anything runs.
+    """The notebooks of a profile in order, explore and 00_report last, every parameter checked before anything runs.
 
     `only` keeps those whose name or number is given. Parameters come from params/NN_topic/PROFILE.yaml; without that file the smoke
     profile takes the notebook's defaults, and so does a notebook whose one parameter is `profile`; otherwise it is left out.
     """
-    notebooks = sorted(paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"), key=lambda path: (path.name.startswith("00_"), path.name))
+    found = [*paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"), *paths.NOTEBOOKS.glob("explore.ipynb")]
+    notebooks = sorted(found, key=lambda path: (path.name.startswith("00_"), path.name))
     if not notebooks:
         raise ConfigError(f"there are no notebooks in {paths.NOTEBOOKS}: run predmoe from a clone of the repository")
     profiles = sorted({"smoke"} | {path.stem for path in paths.PARAMS.glob("*/*.yaml")})

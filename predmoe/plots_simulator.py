@@ -301,3 +301,12 @@ def _plain_ticks(axis, values: Sequence[float]) -> None:
     axis.set_major_locator(mpl.ticker.FixedLocator(values))
     axis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(mpl.ticker.NullLocator())
+
+
+def contour_between(ax, z: np.ndarray) -> None:
+    """Black edges between neighbouring cells of an image of which one is below zero and the other is not; nan is neither."""
+    for y, x in np.ndindex(z.shape):
+        if x + 1 < z.shape[1] and np.isfinite(z[y, x : x + 2]).all() and (z[y, x] < 0) != (z[y, x + 1] < 0):
+            ax.plot([x + 0.5] * 2, [y - 0.5, y + 0.5], color="black", linewidth=2)
+        if y + 1 < z.shape[0] and np.isfinite(z[y : y + 2, x]).all() and (z[y, x] < 0) != (z[y + 1, x] < 0):
+            ax.plot([x - 0.5, x + 0.5], [y + 0.5] * 2, color="black", linewidth=2)

@@ -20,7 +20,7 @@ BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
 
 def render(text: str) -> str:
     """README's text with every computed part brought up to date."""
-    for name, part in (("results:cpu", findings("cpu")), ("benchmarks", benchmarks()), ("sources", sources()), ("sources large", sources(large=True)), ("tiers", tiers())):
+    for name, part in (("results:cpu", findings("cpu")), ("explorer", screenshot("cpu")), ("benchmarks", benchmarks()), ("sources", sources()), ("sources large", sources(large=True)), ("tiers", tiers())):
         text = _filled(text, name, part, "README.md")
     return text
 
@@ -56,6 +56,15 @@ def findings(profile: str) -> str:
     pictures = [f"![{figure['alt']}](outputs/{profile}/00_report/{figure['png']})" for figure in report["figures"] if figure["name"] == "summary"]
     sentences = "\n".join(f"- {sentence}" for sentence in report["findings"])
     return "\n" + "\n\n".join([*pictures, sentences]) + "\n\n"
+
+
+def screenshot(profile: str) -> str:
+    """The picture of the explorer that scripts/screenshot.py made of a profile's report, where it did."""
+    picture = paths.outputs(profile) / "explore" / "screenshot.png"
+    if not picture.exists():
+        return "\n"
+    alt = "The explorer: controls for trace, model, predictor, cache and disk; the speed with each kind of prefetch; the harm map with the predictor's place on it; the timeline of the last tokens."
+    return f"\n![{alt}](outputs/{profile}/explore/screenshot.png)\n\n"
 
 
 def benchmarks() -> str:

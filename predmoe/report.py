@@ -1,12 +1,14 @@
 """The HTML report: an index with claims, figure and experiments, and a page for each executed notebook.
 
 One folder, outputs/PROFILE/html, which needs no network: figures are inline, formulas are MathML, and the pages forbid the browser to load
-anything (Content-Security-Policy). Reads executed notebooks, results.json and claims.json; computes nothing.
+anything (Content-Security-Policy); the one script, on pages with an explorer, is our own, named there by its digest. Reads executed notebooks,
+results.json, claims.json and explorer.json; computes nothing.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import itertools
 import json
@@ -24,9 +26,11 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from pygments.formatters import HtmlFormatter
 from traitlets.config import Config
 
-from . import paths, results
+from . import explorer_grid, paths, results
 
 TEMPLATES = Path(__file__).parent / "templates"
+ASSETS = Path(__file__).parent / "assets"
+EXPLORE = "explore"   # the one notebook without a number
 MARKS = {"replicated": "✓", "partly": "◐", "not replicated": "✗", "not tested": "–"}   # the verdict without colour
 SHOWN = ["text/html", "image/svg+xml", "image/png", "image/jpeg", "text/markdown", "text/latex", "text/plain"]   # no scripts, no widgets
 
@@ -37,7 +41,10 @@ def write(profile: str, failures: Mapping[str, str] = {}) -> Path:
     failures: name -> sentence, the notebooks that failed just now. What has not run is shown as not run.
     """
     folder = paths.outputs(profile)
-    executed = {path.stem: path for path in sorted(folder.glob("[0-9][0-9]_*/*.ipynb")) if path.stem == path.parent.name}
+    executed = {path.stem: path for path in sorted(folder.glob("*/*.ipynb")) if path.stem == path.parent.name and re.match(rf"\d\d_|{EXPLORE}$", path.stem)}
+    damaged = {name: sentence for name, path in executed.items() if (sentence := _damage(path))}
+    executed = {name: path for name, path in executed.items() if name not in damaged}
+    failures = {**damaged, **failures}
     jinja = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined)
     shared = {"profile": profile, "style": _style()}
 
@@ -47,16 +54,19 @@ def write(profile: str, failures: Mapping[str, str] = {}) -> Path:
     for name, path in executed.items():
         body, contents = notebook_html(path)
         title = contents[0][1] if contents else name
-        page = jinja.get_template("page.html").render(shared, title=title, contents=contents, body=body)
+        extra = _explorer_parts() if PLACE in body else {"script": "", "policy": "", "more_style": ""}
+        page = jinja.get_template("page.html").render(shared | extra, title=title, contents=contents, body=body)
         (new / f"{name}.html").write_text(page)
-    (new / "index.html").write_text(jinja.get_template("index.html").render(shared, title="Report", **_index(profile, executed, failures)))
+    plain = {"script": "", "policy": "", "more_style": ""}
+    (new / "index.html").write_text(jinja.get_template("index.html").render(shared | plain, title="Report", **_index(profile, executed, failures)))
     shutil.rmtree(folder / "html", ignore_errors=True)
     new.rename(folder / "html")
     return folder / "html" / "index.html"
 
 
 def _index(profile: str, executed: Mapping[str, Path], failures: Mapping[str, str]) -> dict:
-    names = sorted({path.stem for path in paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")} | executed.keys())
+    sources = [*paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"), *paths.NOTEBOOKS.glob(f"{EXPLORE}.ipynb")]
+    names = sorted({path.stem for path in sources} | executed.keys())
     experiments = [{"name": name, "title": _title(name, executed), "state": _state(name, executed, failures)} for name in names]
     claims, no_claims = _load(lambda: results.load_claims(profile), [])
     there = (paths.outputs(profile) / "00_report" / "results.json").exists()
@@ -65,7 +75,8 @@ def _index(profile: str, executed: Mapping[str, Path], failures: Mapping[str, st
     if failures and claims:
         problem = f"Not everything ran: {', '.join(failures)}. What stands below is of the last complete report."
     return {"claims": claims, "problem": problem, "answers": [_sentence(text) for text in told.get("findings", [])], "figure": _summary(profile, told),
-            "experiments": experiments, "pages": set(executed), "ran": len(executed), "marks": MARKS}  # fmt: skip
+            "experiments": experiments, "pages": set(executed), "ran": len(executed), "marks": MARKS,
+            "tally": [(verdict, number) for verdict in MARKS if (number := sum(claim["verdict"] == verdict for claim in claims))], "explore": EXPLORE in executed}  # fmt: skip
 
 
 def _load(load: Callable, otherwise):
@@ -100,6 +111,31 @@ def _state(name: str, executed: Mapping[str, Path], failures: Mapping[str, str])
         return "executed (its executed.json is damaged: run it again)"
 
 
+def _damage(notebook: Path) -> str | None:
+    """What is wrong with an executed copy, in a sentence."""
+    try:
+        nbformat.validate(nbformat.read(notebook, as_version=4))
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError, AttributeError, TypeError, KeyError):   # the last three of JSON that is another thing
+        return "its executed copy is damaged: run it again with --force."
+    return None
+
+
+def _json(path: Path) -> dict:
+    """The object in a file; an empty one where the file is absent, damaged or no object: what is asked of it is then left out of the page."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _alternatives(folder: Path) -> dict[str, dict]:
+    """The figures of an experiment by name, as its results.json lists them; of another schema: none."""
+    figures = _json(folder / "results.json").get("figures")
+    listed = figures if isinstance(figures, list) else []
+    return {figure["name"]: figure for figure in listed if isinstance(figure, dict) and {"name", "alt", "svg"} <= figure.keys()}
+
+
 def _summary(profile: str, told: Mapping) -> dict | None:
     """The summary figure of 00_report, inline, with its alternative text in `told`, its results.json."""
     folder = paths.outputs(profile) / "00_report"
@@ -121,8 +157,53 @@ def _style() -> str:
 def notebook_html(path: Path) -> tuple[str, list[tuple[int, str, str]]]:
     """The cells of a notebook as HTML, and its headings down to the third level as (level, text, anchor)."""
     exporter = _Exporter()
-    body, _ = exporter.from_notebook_node(nbformat.read(path, as_version=4), {"metadata": {"path": str(path.parent)}})
+    notebook = nbformat.read(path, as_version=4)
+    _place_explorers(notebook, path.parent)
+    _sharpen(notebook, path.parent)
+    body, _ = exporter.from_notebook_node(notebook, {"metadata": {"path": str(path.parent)}})
     return body, [heading for heading in exporter.headings if heading[0] <= 3]
+
+
+PLACE = '<div class="explorer-here">'
+
+
+def _place_explorers(notebook: nbformat.NotebookNode, folder: Path) -> None:
+    """Each explorer as its static twin: a place, the picture for viewers without scripts, and the table of positions. Where the table cannot be read
+    the page says so and keeps the picture."""
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        if explorer_grid.MIME not in output.get("data", {}):
+            continue
+        told = output["metadata"].get("image/png", {})
+        picture = f'<img src="data:image/png;base64,{output["data"].get("image/png", "")}" alt="{html.escape(told.get("alt", ""))}" width="{told.get("width", 800)}">'
+        try:
+            table = explorer_grid.load(folder / Path(output["data"][explorer_grid.MIME]["file"]).name)
+        except results.ResultError as error:
+            placed = f'<p class="problem" role="note">{html.escape(str(error))}</p>{picture}'
+        else:
+            data = json.dumps(table, separators=(",", ":")).replace("<", "\\u003c")
+            placed = f'{PLACE}<noscript>{picture}</noscript></div><script type="application/json">{data}</script>'
+        output["data"] = {"text/html": placed}
+
+
+def _sharpen(notebook: nbformat.NotebookNode, folder: Path) -> None:
+    """Each saved figure as the SVG that lies beside its PNG, sharp on any screen and in print; found by the alternative text that both carry."""
+    known = {figure["alt"]: folder / figure["svg"] for figure in _alternatives(folder).values()}
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        told = output.get("metadata", {}).get("image/png", {})
+        vector = known.get(told.get("alt"))
+        if "image/png" in output.get("data", {}) and vector and vector.exists():
+            data = base64.b64encode(vector.read_bytes()).decode()
+            output["data"] = {"text/html": f'<img class="figure" src="data:image/svg+xml;base64,{data}" alt="{html.escape(told["alt"])}" width="{told.get("width", 800)}">'}
+
+
+def _explorer_parts() -> dict[str, str]:
+    """The explorer's script, its digest for the page's policy, and its style."""
+    source, exported = (ASSETS / "explorer.js").read_text(), "export default { render };"
+    if exported not in source:
+        raise ValueError(f"explorer.js must end with {exported!r}: a page has no module to import it from")
+    script = source.replace(exported, "host(document);")
+    digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
+    return {"script": script, "policy": f"; script-src 'sha256-{digest}'", "more_style": (ASSETS / "explorer.css").read_text()}
 
 
 class _Exporter(HTMLExporter):

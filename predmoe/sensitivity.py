@@ -174,6 +174,18 @@ def say_worst(found: pd.DataFrame, policy: str) -> str:
     return f"Prefetching harms {'; '.join(parts)}."
 
 
+def explorable(accuracies: Mapping[str, Mapping[int, float]], *, horizons: Sequence[int], tokens: int, seed: int) -> dict[str, Trace]:
+    """The sweep's routing for the explorer, by model: one trace each, with the model's linear and ranking predictors at the horizons and the next layer's
+    router (Colibri's recall) one layer ahead. `accuracies`: "MODEL-PREDICTOR" -> horizon -> hit@k."""
+    made = {}
+    for model in dict.fromkeys(name.split("-")[0] for name in accuracies):
+        predictors = {name.removeprefix(f"{model}-"): Accuracy(recall={h: known[h] for h in horizons if h in known}, spare=4)
+                      for name, known in accuracies.items() if name.startswith(f"{model}-")}  # fmt: skip
+        predictors["next_router"] = Accuracy(recall={1: table.published_accuracies()["next-router"]}, spare=4)
+        made[model] = traces.synthetic(tokens=tokens, **COLIBRI, reuse=REUSE, predictors=predictors, seed=seed)
+    return made
+
+
 # --- the map: precision x recall x horizon x bandwidth ------------------------------------------------------------------------------
 
 def at_horizons(prediction: Prediction, horizons: Iterable[int], width: int) -> list[Prediction]:

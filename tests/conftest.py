@@ -3,6 +3,7 @@
 What loads torch is imported where it is needed: many tests do without. Helpers that are no fixtures are in the modules beside this one."""
 
 import os
+import signal
 import textwrap
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ import pytest
 from predmoe import cache_study, paths
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:   # a suite that runs in the background was told to ignore it, and so would its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 PUBLIC = cache_study.public_folder()
 needs_public = pytest.mark.skipif(PUBLIC is None, reason="the public traces are not there (PREDMOE_TRACES names their folder)")
 

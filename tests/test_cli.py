@@ -87,8 +87,7 @@ def test_an_interrupt_within_a_cell_is_one_sentence_and_ends_the_kernel(house):
         os.rename({str(house.root / "partial")!r}, {str(house.root / "started")!r})
         time.sleep(120)
     """)  # fmt: skip
-    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "   # a suite that runs in the background was told to ignore it
-    code = heed + "import sys; from pathlib import Path; from predmoe import cli, paths; paths.NOTEBOOKS, paths.PARAMS = map(Path, sys.argv[1:]); sys.exit(cli.main(['report']))"
+    code = "import sys; from pathlib import Path; from predmoe import cli, paths; paths.NOTEBOOKS, paths.PARAMS = map(Path, sys.argv[1:]); sys.exit(cli.main(['report']))"
     command = [sys.executable, "-c", code, *(str(house.root / name) for name in ("notebooks", "params"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:

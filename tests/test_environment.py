@@ -35,7 +35,7 @@ def test_every_dependency_is_locked_at_a_version_it_allows(asked):
     assert asked.specifier.contains(LOCK[canonicalize_name(asked.name)])
 
 
-@pytest.mark.parametrize("folder, extras", [("predmoe", ["eval"]), ("scripts", []), ("tests", ["test", "eval"])])
+@pytest.mark.parametrize("folder, extras", [("predmoe", ["eval"]), ("scripts", ["test"]), ("tests", ["test", "eval"])])
 def test_everything_imported_is_a_declared_dependency(folder, extras):
     """Not only what some other package happens to bring along."""
     declared = PROJECT["project"]["dependencies"] + sum((EXTRAS[extra] for extra in extras), [])

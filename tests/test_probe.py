@@ -260,9 +260,7 @@ def test_probing_by_command(folder, tmp_path, capsys, monkeypatch):
 
 
 def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, monkeypatch):
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig(vocab_size=V, hidden_size=D, num_hidden_layers=1, num_attention_heads=4, intermediate_size=24)).save_pretrained(tmp_path / "dense")

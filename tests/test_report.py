@@ -164,6 +164,39 @@ def test_claims_of_another_schema_are_a_sentence_in_a_whole_report(house):
     assert page(house).select("#experiments ~ div tbody tr")
 
 
+def test_a_saved_figure_is_shown_as_its_svg(house):
+    output = display(image_png=PNG, text_plain="x")
+    output.metadata["image/png"] = {"alt": "hit@k by layer", "width": 400}
+    path = executed(house, "02_horizons", code("plot()", output))
+    (path.parent / "figures").mkdir()
+    (path.parent / "figures" / "layers.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    (path.parent / "results.json").write_text(json.dumps({"figures": [{"name": "layers", "alt": "hit@k by layer", "svg": "figures/layers.svg"}]}))
+    report.write("smoke")
+    (image,) = page(house, "02_horizons").main.find_all("img")
+    assert image["src"].startswith("data:image/svg+xml") and (image["alt"], image["width"]) == ("hit@k by layer", "400")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"figures": {"a": 1}}', '{"figures": [{"name": "x"}]}'])
+@pytest.mark.parametrize("file", ["results.json", "executed.json"])
+def test_records_of_another_schema_leave_the_report_whole(house, file, content):
+    path = executed(house, "00_report", new_markdown_cell("# All of it"))
+    (path.parent / "figures").mkdir()
+    (path.parent / "figures" / "summary.png").write_bytes(base64.b64decode(PNG))
+    (path.parent / file).write_text(content)
+    report.write("smoke")
+    assert page(house).select_one("figure img")["alt"] and "executed" in page(house).select("#experiments ~ div tbody tr")[0].text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"cells": 1, "nbformat": 4}'])
+def test_an_executed_copy_that_is_damaged_is_a_sentence_in_a_whole_report(house, content):
+    executed(house, "01_mechanism", new_markdown_cell("# First"))
+    executed(house, "02_horizons").write_text(content)
+    report.write("smoke")
+    rows = {row.td.text: row.find_all("td")[2].text for row in page(house).select("#experiments ~ div tbody tr")}
+    assert rows == {"01_mechanism": "executed", "02_horizons": "failed: its executed copy is damaged: run it again with --force."}
+    assert not (house.outputs / "smoke" / "html" / "02_horizons.html").exists()
+
+
 @pytest.mark.parametrize("text", ["[{", "", '{"claims": []}'])
 def test_claims_that_cannot_be_read_are_a_sentence_too(house, text):
     executed(house, "02_horizons")
