@@ -15,17 +15,10 @@ SLOW, SLOW_ROUNDS = 4.0, 3  # a contender that takes this many times as long as 
 
 
 def flops_per_step(config) -> float:
-    """Floating-point operations of one training step: 2 per weight and token forward, twice that backward.
+    """Floating-point operations of one training step, as `budget.flops_per_token` counts them."""
+    from predmoe import budget
 
-    Per token and layer: 4 D^2 for queries, keys, values and output, D E for the router, 3 D F for each of K experts; causal
-    attention reads half of the context, 2 D T/2 products; D V for the head; D E for each head (layer, horizon).
-    Lookups, norms, rotations, softmaxes and the optimiser are left out.
-    """
-    m, t = config.model, config.train
-    D, F, E, K, L, V, T = m.hidden_size, m.expert_size, m.num_experts, m.top_k, m.num_layers, m.vocab_size, m.context
-    layer = 4 * D * D + D * E + 3 * D * F * K + D * (T + 1)
-    heads = sum(L - h for h in config.predictor.horizons) * D * E if config.objective.lambda_pred else 0
-    return 3 * 2 * (L * layer + D * V + heads) * t.batch_size * T
+    return sum(budget.flops_per_token(config).values()) * config.train.batch_size * config.model.context
 
 
 def theirs() -> list[str]:

@@ -54,8 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("plan", help="print the runs that a profile's notebooks need: done, missing, and the time left")
     command.add_argument("--profile", default="cpu", help="smoke, or a name that params/*/NAME.yaml has (default: cpu)")
     command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number")
-    command.add_argument("--train", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
+    command.add_argument("--train", "--run", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
     command.add_argument("--parallel", type=int, default=2, help="runs side by side (default: 2)")
+    command.add_argument("--worker", action="store_true", help="with --run: claim one run after the other from a store that other machines work on too ($PREDMOE_STORE)")
+    command.add_argument("--nproc", type=int, default=1, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
+    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_plan)
 
     command = commands.add_parser("train", help="train one model and print its folder")
@@ -64,7 +67,21 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
                          help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
     command.add_argument("--store", type=Path, help="the run store's folder (default: the one of the tier's profile)")
+    command.add_argument("--nproc", type=int, default=1, help="processes that share the run, on GPUs one per GPU (default: 1)")
+    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_train)
+
+    command = commands.add_parser("gpu-report", help="tier A on one GPU without a network, some minutes at a time; each call goes on where the last stopped")
+    command.add_argument("--out", type=Path, required=True, help="the folder of everything: runs, traces, throughput, report.md")
+    command.add_argument("--tokens", type=Path, help="a token file of scripts/prepare_corpus.py, unpacked by the first call")
+    command.add_argument("--tier", default="a", help="the size (default: a)")
+    command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="initialisation seeds, a pair of arms each (default: 0 1 2)")
+    command.add_argument("--minutes", type=float, default=8.0, help="of this call (default: 8)")
+    command.add_argument("--keep-weights", action="store_true", help="keep the checkpoints of finished arms")
+    command.add_argument("--no-peers", action="store_true", help="leave transformers out of the table of throughput")
+    command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
+                         help="change the tier, as in `predmoe train`; posthoc.FIELD changes the predictors' fit")  # fmt: skip
+    command.set_defaults(command=_gpu_report)
 
     command = commands.add_parser("explore", help="open the explorer in JupyterLab: sliders over cache, disk and prefetch, each position simulated by a kernel")
     command.add_argument("--port", type=int, default=8888, help="port of the server; the next free one where it is taken (default: 8888)")
@@ -98,15 +115,24 @@ def _report(options) -> int:
 
 
 def _plan(options) -> int:
-    from . import plan, runs
+    from . import fleet, plan, runs
 
     if options.parallel < 1:
         raise ConfigError(f"--parallel {options.parallel}: at least one run goes at a time")
+    if options.nproc < 1:
+        raise ConfigError(f"--nproc {options.nproc}: a run needs at least one process")
+    if options.worker and not options.train:
+        raise ConfigError("--worker works runs off: write --run --worker")
     items = plan.plan(options.profile, options.only)
     print(plan.tell(items, options.parallel))
+    report = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     if options.train:
         try:
-            plan.train(items, options.profile, parallel=options.parallel, report=lambda line: print(line, file=sys.stderr, flush=True))
+            if options.worker:
+                done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=options.nproc, engine=options.engine)
+                report(f"this worker did {done} runs; nothing is left")
+            else:
+                plan.train(items, options.profile, parallel=options.parallel, report=report)
         except runs.RunFailed as error:
             return _say(str(error), 1)
     return 0
@@ -117,11 +143,28 @@ def _train(options) -> int:
     from . import runs
 
     profile = {"a": "tier_a", "b": "tier_b"}.get(options.tier, options.tier)
+    several = {} if options.nproc == 1 else {"nproc": options.nproc, "engine": options.engine}
     try:
-        run = runs.get_or_train(run_config, store=options.store or runs.default_store(profile), report=lambda line: print(line, file=sys.stderr))
+        run = runs.get_or_train(run_config, store=options.store or runs.default_store(profile), report=lambda line: print(line, file=sys.stderr), **several)
     except runs.RunFailed as error:
         return _say(str(error), 1)
     print(run.path)
+    return 0
+
+
+def _gpu_report(options) -> int:
+    from . import gpu_report, runs
+
+    if options.minutes <= 0:
+        raise ConfigError(f"--minutes {options.minutes:g} must be positive")
+    changes = sections(options.changes)
+    posthoc = changes.pop("posthoc", {})
+    changes = {"data": {"corpus": "offline-large"}} | changes if options.tier in ("a", "b") else changes
+    try:
+        gpu_report.run(options.out, tier=options.tier, seeds=options.seeds, minutes=options.minutes, changes=changes, posthoc=posthoc, tokens=options.tokens,
+                       keep_weights=options.keep_weights, peers=not options.no_peers, report=lambda line: print(line, file=sys.stderr, flush=True))  # fmt: skip
+    except runs.RunFailed as error:
+        return _say(str(error), 1)
     return 0
 
 

@@ -181,7 +181,12 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Optimisation. `batch_size` counts sequences of the model's context; `threads` is part of the run's identity, since
-    float addition is not associative: the same seed and thread count give the same bits."""
+    float addition is not associative: the same seed and thread count give the same bits. How many processes share a batch is
+    not: it changes the rounding alone, and a run's provenance says it.
+
+    `accumulate`: equal parts that a batch is computed in, one after the other, to save memory. The balance loss takes its
+    statistics from a part, whatever the number of processes, so this does change what is trained.
+    """
 
     steps: int
     batch_size: int
@@ -198,10 +203,13 @@ class TrainConfig:
     device: str = "cpu"
     threads: int = 1
     eval_every: int = 250
+    accumulate: int = later(1)
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "eval_every"):
+        for name in ("steps", "batch_size", "eval_every", "accumulate"):
             _count(name, getattr(self, name))
+        if self.batch_size % self.accumulate:
+            raise ConfigError(f"batch_size={self.batch_size} must be a multiple of accumulate={self.accumulate}: its parts are of equal size")
         _count("threads", self.threads, 1, MOST_THREADS)
         _count("warmup_steps", self.warmup_steps, 0)
         for name in ("lr", "grad_clip", "predictor_lr_scale"):

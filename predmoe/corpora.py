@@ -55,10 +55,14 @@ class Corpus(Protocol):
 
 
 def corpus(spec: str) -> Corpus:
-    """The corpus that `spec` names: "offline", "fineweb-edu[:DOCUMENTS]" or "files:PATH[,PATH...]"."""
+    """The corpus that `spec` names: "offline", "offline-large", "fineweb-edu[:DOCUMENTS]" or "files:PATH[,PATH...]"."""
     name, _, rest = spec.partition(":")
     if spec == "offline":
         return Offline()
+    if spec == "offline-large":
+        from predmoe.corpora_large import OfflineLarge
+
+        return OfflineLarge()
     if name == "fineweb-edu":
         if rest and not (rest.isdecimal() and int(rest)):
             raise ConfigError(f"corpus={spec!r}: what follows the colon must be a number of documents, as in fineweb-edu:40000")
@@ -68,7 +72,7 @@ def corpus(spec: str) -> Corpus:
         if not paths:
             raise ConfigError(f"corpus={spec!r} names no path; write files:PATH[,PATH...]")
         return LocalFiles(paths)
-    raise ConfigError(f"corpus={spec!r} is unknown; choose offline, fineweb-edu[:DOCUMENTS] or files:PATH[,PATH...]")
+    raise ConfigError(f"corpus={spec!r} is unknown; choose offline, fineweb-edu[:DOCUMENTS], offline-large or files:PATH[,PATH...]")
 
 
 def contents_key(documents: Iterator[Document]) -> str:

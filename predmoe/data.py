@@ -77,7 +77,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         encoding = tiktoken.Encoding(name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={ENDOFTEXT: len(ranks)})
     elif name == "gpt2":
         try:
-            encoding = tiktoken.get_encoding("gpt2")
+            encoding = carried_gpt2() or tiktoken.get_encoding("gpt2")
         except OSError as error:  # requests' errors are OSErrors
             raise ConfigError(
                 f"tokenizer='gpt2': its files cannot be fetched ({type(error).__name__}); connect to the network once, point "
@@ -90,6 +90,22 @@ def load_tokenizer(name: str) -> Tokenizer:
         token = encoding.decode_single_token_bytes(index)
         digest.update(b"%d:%b" % (len(token), token))
     return Tokenizer(name, encoding, digest.hexdigest()[:16])
+
+
+def cache_folder() -> Path:
+    """$PREDMOE_CACHE, else ~/.cache/predmoe."""
+    return Path(os.environ.get("PREDMOE_CACHE") or "~/.cache/predmoe").expanduser()
+
+
+def carried_gpt2() -> tiktoken.Encoding | None:
+    """GPT-2's encoding from gpt2.tiktoken in the cache folder, where `carry.unpack` left it: the same as tiktoken's, without a network."""
+    source = cache_folder() / "gpt2.tiktoken"
+    if not source.is_file():
+        return None
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in source.read_bytes().splitlines())}
+    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={ENDOFTEXT: len(ranks)})
 
 
 # ------------------------------------------------------------------------------------------------------- token files
@@ -182,9 +198,7 @@ def prepare(config: DataConfig, *, cache: Path | None = None, tokenizer: Tokeniz
     cannot be read, is empty, or is too small for the held-out and development sets.
     """
     source, tokenizer = corpus(config.corpus), tokenizer or load_tokenizer(config.tokenizer)
-    cache = cache or Path(os.environ.get("PREDMOE_CACHE") or "~/.cache/predmoe").expanduser()
-    address = hashlib.sha256(f"{FORMAT} {source.key()} {tokenizer.hash}".encode()).hexdigest()[:16]
-    folder = cache / "tokens" / f"{source.name}-{tokenizer.name}-{address}"
+    folder = token_folder(source, tokenizer, cache or cache_folder())
     if not folder.is_dir():
         _encode(config, source, tokenizer, folder)
     meta = json.loads((folder / "meta.json").read_text())
@@ -201,6 +215,12 @@ def prepare(config: DataConfig, *, cache: Path | None = None, tokenizer: Tokeniz
         tokens=tokens, offsets=offsets, domain=domain, domains=tuple(meta["domains"]), split=split, config=config,
         tokenizer=tokenizer, folder=folder, hash=digest.hexdigest()[:16],
     )
+
+
+def token_folder(source: Corpus, tokenizer: Tokenizer, cache: Path) -> Path:
+    """Where the tokens of a corpus lie, by its key and the tokenizer's hash."""
+    address = hashlib.sha256(f"{FORMAT} {source.key()} {tokenizer.hash}".encode()).hexdigest()[:16]
+    return cache / "tokens" / f"{source.name}-{tokenizer.name}-{address}"
 
 
 def _encode(config: DataConfig, source: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
@@ -393,14 +413,14 @@ class Stream:
                 filled, position, index = filled + len(piece), position + len(piece), index + 1
         return out
 
-    def batch(self, step: int, batch_size: int, context: int) -> np.ndarray:
-        """(B, T+1) int64: T inputs and, one further, T targets of each row.
+    def batch(self, step: int, batch_size: int, context: int, rows: slice = slice(None)) -> np.ndarray:
+        """(B, T+1) int64: T inputs and, one further, T targets of each row. `rows`: which of them, for a process that computes a part.
 
         Row b reads on from step to step in a lane of its own, which begins at b/B of the epoch, so that a batch holds B places
         of the corpus. Rows that follow one another in the stream come from a few long documents of one or two domains, and
         the gradients of such batches made training chaotic.
         """
-        starts = np.arange(batch_size) * self.epoch_tokens // batch_size + step * context
+        starts = np.arange(batch_size)[rows] * self.epoch_tokens // batch_size + step * context
         return np.stack([self.read(int(start), context + 1) for start in starts])
 
 

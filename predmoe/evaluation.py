@@ -6,8 +6,9 @@ Sums are kept, never activations, so memory does not grow with the set.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -107,6 +108,16 @@ class Accumulator:
         total = self.by_document.setdefault(key, np.zeros(documents))
         total += np.bincount(document_N, weights=values_N, minlength=documents)
 
+    def absorb(self, other: Accumulator) -> None:
+        """Add another's sums, as if this one had seen its text as well."""
+        self.tokens += other.tokens
+        self.load_LE = self.load_LE + other.load_LE
+        for mine, theirs in ((self.sums, other.sums), (self.hit_S, other.hit_S), (self.exact_S, other.exact_S)):
+            for name, value in theirs.items():
+                mine[name] = mine.get(name, 0) + value
+        for name, values in other.by_document.items():
+            self.by_document[name] = self.by_document.get(name, 0.0) + values
+
     def result(self, names, horizons, domains: list[str]) -> dict:
         load_LE = self.load_LE.double() / self.load_LE.sum(1, keepdim=True)
         mean = lambda sums_S: (sums_S / self.tokens).mean().item()  # noqa: E731
@@ -133,18 +144,23 @@ class Accumulator:
 
 @torch.no_grad()
 def evaluate(model: MoEModel, evalset: EvalSet, domains, horizons, scorers: Mapping[str, Scorer], *, batch_size: int = 32,
-             autocast: torch.dtype | None = None) -> dict:
+             autocast: torch.dtype | None = None, part: tuple[int, int] = (0, 1), join: Callable[[Accumulator], Accumulator] = lambda own: own) -> dict:
     """Loss (nats per token), diagnostics, and hit@k and exact-set accuracy of every scorer at every horizon, over all
-    windows of `evalset`; also per layer and per document. `domains` names the set's domains. Weighted by tokens."""
+    windows of `evalset`; also per layer and per document. `domains` names the set's domains. Weighted by tokens.
+
+    `part` (i, n): this process takes every n-th batch from the i-th on, and `join` returns the sums of all of them."""
     config = model.config
     total = Accumulator(config.num_experts, config.top_k)
     ids, document_nT = np.unique(evalset.document, return_inverse=True)
     document_nT = document_nT.reshape(evalset.document.shape)
     domain_of = np.zeros(len(ids), dtype=int)
     domain_of[document_nT] = evalset.domain
-    for s in range(0, len(evalset.tokens), batch_size):
+    starts = range(0, len(evalset.tokens), batch_size)
+    for i in range(part[0], part[1] * math.ceil(len(starts) / part[1]), part[1]):
+        s = starts[i % len(starts)]   # every process makes as many forward passes: a model in parts needs them all
         windows = torch.from_numpy(evalset.tokens[s : s + batch_size]).to(model.device)
         with torch.autocast(model.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
             output = model(windows[:, :-1], windows[:, 1:])
-        total.add(output, windows[:, :-1], scorers, horizons, document_nT[s : s + batch_size].reshape(-1), len(ids))
-    return total.result(list(scorers), horizons, [domains[i] for i in domain_of])
+        if i < len(starts):
+            total.add(output, windows[:, :-1], scorers, horizons, document_nT[s : s + batch_size].reshape(-1), len(ids))
+    return join(total).result(list(scorers), horizons, [domains[i] for i in domain_of])

@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from predmoe import gpu
+
 # Logits are made for HEAD_ROWS rows at a time, in blocks of HEAD_BLOCK vocabulary entries: a block stays in a core's cache.
-HEAD_ROWS, HEAD_BLOCK = 1024, 512
+# On a GPU the whole vocabulary is one block: there a kernel's start is dear and its memory is not.
+HEAD_ROWS, HEAD_BLOCK, GPU_HEAD_ROWS = 1024, 512, 2048
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
@@ -21,16 +24,28 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _by_group(x_MA: Tensor, matrices_EAB: Tensor, sizes: list[int]) -> Tensor:
-    """Each group of rows times its own matrix, (M, B). (torch's grouped_mm is as fast, but takes no float64 and no odd sizes.)"""
+def _groups(flat_M: Tensor, order_M: Tensor, experts: int, grouped: bool) -> list[int] | Tensor:
+    """How many rows each expert has; or, for grouped_mm, where each one's end: on the device, so that nothing waits for it."""
+    if not grouped:
+        return torch.bincount(flat_M, minlength=experts).tolist()
+    return torch.searchsorted(flat_M[order_M], torch.arange(experts, device=flat_M.device), right=True, out_int32=True)
+
+
+def _by_group(x_MA: Tensor, matrices_EAB: Tensor, sizes: list[int] | Tensor) -> Tensor:
+    """Each group of rows times its own matrix, (M, B). (On a CPU torch's grouped_mm is as fast, but takes no float64 and no odd sizes.)"""
+    if isinstance(sizes, Tensor):
+        return F.grouped_mm(x_MA, matrices_EAB, offs=sizes)
     out_MB = x_MA.new_empty(x_MA.shape[0], matrices_EAB.shape[2])
     for x, matrix, out in zip(x_MA.split(sizes), matrices_EAB.unbind(0), out_MB.split(sizes)):
         torch.mm(x, matrix, out=out)
     return out_MB
 
 
-def _over_group(a_MA: Tensor, b_MB: Tensor, sizes: list[int]) -> Tensor:
+def _over_group(a_MA: Tensor, b_MB: Tensor, sizes: list[int] | Tensor) -> Tensor:
     """a.T @ b of each group of rows, (E, A, B); zero for an empty group."""
+    if isinstance(sizes, Tensor):
+        empty_E = torch.diff(sizes, prepend=sizes.new_zeros(1)) == 0
+        return F.grouped_mm(a_MA.t(), b_MB, offs=sizes).masked_fill_(empty_E.view(-1, 1, 1), 0.0)
     out_EAB = a_MA.new_empty(len(sizes), a_MA.shape[1], b_MB.shape[1])
     for a, b, out in zip(a_MA.split(sizes), b_MB.split(sizes), out_EAB.unbind(0)):
         torch.mm(a.t(), b, out=out)
@@ -45,7 +60,7 @@ class _GroupedExperts(torch.autograd.Function):
         order_M = torch.argsort(flat_M, stable=True)
         inverse_M = torch.empty_like(order_M)
         inverse_M[order_M] = torch.arange(order_M.numel(), device=order_M.device)
-        sizes = torch.bincount(flat_M, minlength=gate_up_EGD.shape[0]).tolist()
+        sizes = _groups(flat_M, order_M, gate_up_EGD.shape[0], gpu.grouped_mm_holds(x_ND, down_EDF.shape[2]))
         x_MD = x_ND.index_select(0, order_M // K)
         pre_MG = _by_group(x_MD, gate_up_EGD.transpose(1, 2), sizes)
         gate_MF, up_MF = pre_MG.chunk(2, dim=1)
@@ -93,14 +108,15 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx, h_ND, weight_VD, targets_N):
         N = h_ND.shape[0]
         cast_VD = weight_VD.to(h_ND.dtype)
+        step, width = (GPU_HEAD_ROWS, len(weight_VD)) if gpu.on_gpu(h_ND) else (HEAD_ROWS, HEAD_BLOCK)
         wanted = any(ctx.needs_input_grad[:2])
         losses_N = h_ND.new_empty(N, dtype=torch.float32)
         dh_ND = torch.zeros_like(h_ND) if wanted else None
         dw_VD = torch.zeros_like(weight_VD) if wanted else None
-        for s in range(0, N, HEAD_ROWS):
-            rows = slice(s, s + HEAD_ROWS)
+        for s in range(0, N, step):
+            rows = slice(s, s + step)
             exps, highs, totals, own = [], [], [], 0.0
-            for v, block in _blocks(cast_VD):
+            for v, block in _blocks(cast_VD, width):
                 logits = (h_ND[rows] @ block.t()).float()
                 index, inside = _within(targets_N[rows], v, block)
                 own = own + logits.gather(1, index) * inside
@@ -115,11 +131,11 @@ class _HeadLoss(torch.autograd.Function):
             if not wanted:
                 continue
             share /= total
-            for (v, block), exp, share_N1 in zip(_blocks(cast_VD), exps, share.split(1, dim=1)):
+            for (v, block), exp, share_N1 in zip(_blocks(cast_VD, width), exps, share.split(1, dim=1)):
                 index, inside = _within(targets_N[rows], v, block)
                 grad = exp.mul_(share_N1).scatter_add_(1, index, -inside).to(h_ND.dtype)
                 dh_ND[rows].addmm_(grad, block)
-                dw_block = dw_VD[v : v + HEAD_BLOCK]
+                dw_block = dw_VD[v : v + width]
                 if dw_VD.dtype == grad.dtype:
                     dw_block.addmm_(grad.t(), h_ND[rows])
                 else:  # products in bf16, their sum over chunks in the weight's float32
@@ -135,9 +151,9 @@ class _HeadLoss(torch.autograd.Function):
         return dh_ND.mul_(grad), dw_VD.mul_(grad), None
 
 
-def _blocks(weight_VD: Tensor):
-    """(first entry, rows) of the head's weight in blocks of the vocabulary."""
-    return zip(range(0, weight_VD.shape[0], HEAD_BLOCK), weight_VD.split(HEAD_BLOCK))
+def _blocks(weight_VD: Tensor, width: int):
+    """(first entry, rows) of the head's weight in blocks of `width` entries of the vocabulary."""
+    return zip(range(0, weight_VD.shape[0], width), weight_VD.split(width))
 
 
 def _within(targets_N: Tensor, first: int, block: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +166,7 @@ def _within(targets_N: Tensor, first: int, block: Tensor) -> tuple[Tensor, Tenso
 def head_loss(h_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy in nats of softmax(h @ weight.T) against `targets_N`, and each token's loss (no gradient).
 
-    Logits exist for HEAD_ROWS rows at a time, in float32; gradients are formed in the same pass. Products are
+    Logits exist for HEAD_ROWS rows at a time (GPU_HEAD_ROWS on a GPU), in float32; gradients are formed in the same pass. Products are
     computed in h's dtype, or in autocast's.
     """
     dtype = _product_dtype(h_ND)

@@ -22,11 +22,12 @@ STALE_SECONDS = 60.0
 class FolderLock:
     """Context manager: waits until the folder's lock is free or its holder is dead, then holds it.
 
-    `waiting(description)` is called once when another living process holds it.
+    `waiting(description)` is called once when another living process holds it. `claim()` takes it without waiting, `release()`
+    gives it back. `name`: of the lock, for folders that have several.
     """
 
-    def __init__(self, folder: Path, *, waiting=lambda who: None, poll_seconds: float = 0.5):
-        self.path = Path(folder) / "lock"
+    def __init__(self, folder: Path, *, waiting=lambda who: None, poll_seconds: float = 0.5, name: str = "lock"):
+        self.path = Path(folder) / name
         self.waiting, self.poll_seconds = waiting, poll_seconds
         self._me = {"pid": os.getpid(), "started": _started(os.getpid()), "host": socket.gethostname()}
         self._stop = threading.Event()
@@ -34,16 +35,26 @@ class FolderLock:
 
     def __enter__(self) -> FolderLock:
         told = False
-        while not self._try():
+        while not self.claim():
             if not told:
                 self.waiting(describe(self.path))
                 told = True
             time.sleep(self.poll_seconds)
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-        self._thread.start()
         return self
 
+    def claim(self) -> bool:
+        """Hold the lock from now on, where nobody living does; returns whether it is held."""
+        if not self._try():
+            return False
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
+        return True
+
     def __exit__(self, *_):
+        self.release()
+
+    def release(self) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -53,7 +64,7 @@ class FolderLock:
 
     def _guarded(self):
         """A context in which nobody else looks at the lock or changes it; the kernel ends it however its holder ends."""
-        guard = open(self.path.with_name("lock.guard"), "w")
+        guard = open(self.path.with_name(f"{self.path.name}.guard"), "w")
         fcntl.flock(guard, fcntl.LOCK_EX)
         return guard
 
@@ -61,7 +72,7 @@ class FolderLock:
         with self._guarded():
             if alive(self.path):
                 return False
-            partial = self.path.with_name("lock.partial")
+            partial = self.path.with_name(f"{self.path.name}.partial")
             partial.write_text(json.dumps(self._me))
             partial.replace(self.path)
             return True

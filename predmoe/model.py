@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from predmoe import gpu
 from predmoe.config import ConfigError, ModelConfig, build, to_dict
 from predmoe.kernels import grouped_experts, head_loss, rms_norm, rotary, rotate
 
@@ -41,8 +42,12 @@ class Output:
 def top_k(scores_NE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest of each row and their ids, largest first, equal scores by lower id (torch.topk leaves ties open).
 
-    Raises ValueError where a score is NaN: a NaN has no rank, and no expert may be chosen by accident.
+    Raises ValueError where a score is NaN: a NaN has no rank, and no expert may be chosen by accident. On a GPU, where asking would
+    wait for the device, the NaN goes on into the loss, which is found out there (`Trainer.read`).
     """
+    if gpu.on_gpu(scores_NE):
+        values, ids = scores_NE.sort(dim=1, descending=True, stable=True)
+        return values[:, :k], ids[:, :k]
     if torch.isnan(scores_NE).any():
         row = int(torch.isnan(scores_NE).any(1).nonzero()[0])
         raise ValueError(f"router scores of token {row} are NaN: no expert can be chosen")

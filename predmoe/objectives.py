@@ -7,19 +7,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from predmoe import gpu
 from predmoe.config import ObjectiveConfig
 from predmoe.model import Routing
 from predmoe.predictor import Predictor, membership
 from predmoe.token_table import TokenTable
 
 
-def balance(logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
+def dispatches(experts_NK: Tensor, num_experts: int) -> Tensor:
+    """How many tokens chose each expert, (E,). On a GPU without waiting for it: bincount reads a length back."""
+    if gpu.on_gpu(experts_NK):
+        return membership(experts_NK, num_experts).sum(0)
+    return torch.bincount(experts_NK.reshape(-1), minlength=num_experts)
+
+
+def balance(logits_NE: Tensor, experts_NK: Tensor, share_E: Tensor | None = None) -> Tensor:
     """Switch load balancing (arXiv 2101.03961) of one layer: E * sum_e share of dispatches * mean router probability.
 
     1 for uniform use, E where one expert takes everything. The gradient flows through the probabilities alone.
+    `share_E`: the shares of a batch of which these tokens are a part; the mean over its parts is then the whole batch's term.
     """
-    N, E = logits_NE.shape
-    share_E = torch.bincount(experts_NK.reshape(-1), minlength=E).float() / experts_NK.numel()
+    E = logits_NE.shape[1]
+    if share_E is None:
+        share_E = dispatches(experts_NK, E).float() / experts_NK.numel()
     return E * (share_E * logits_NE.float().softmax(-1).mean(0)).sum()
 
 
@@ -125,13 +135,15 @@ def ramp(objective: ObjectiveConfig, progress: float) -> float:
 
 
 def terms(lm_loss: Tensor, routing: list[Routing], predictor: Predictor | None, objective: ObjectiveConfig, *, batch: int,
-          progress: float, table: TokenTable | None = None, tokens_N: Tensor | None = None) -> dict[str, Tensor]:
+          progress: float, table: TokenTable | None = None, tokens_N: Tensor | None = None, shares_LE: Tensor | None = None) -> dict[str, Tensor]:
     """Each active term, weighted: their sum is the training loss, their values its shares in nats.
 
     `table` and `tokens_N`, the batch's token ids, are needed where lambda_lookup is set; the table is read, not changed.
+    `shares_LE`: as `balance` takes them, where the batch is divided among processes.
     """
     mean = lambda values: torch.stack(values).mean()  # noqa: E731
-    out = {"lm": lm_loss, "balance": objective.balance * mean([balance(r.logits_NE, r.experts_NK) for r in routing])}
+    shares = [None] * len(routing) if shares_LE is None else shares_LE
+    out = {"lm": lm_loss, "balance": objective.balance * mean([balance(r.logits_NE, r.experts_NK, share_E) for r, share_E in zip(routing, shares)])}
     if predictor is not None:
         out["pred"] = objective.lambda_pred * ramp(objective, progress) * prediction_of(predictor, routing, objective, batch=batch)
     if objective.lambda_sticky:

@@ -54,8 +54,13 @@ def plan(profile: str, only: Sequence[str] = (), *, store: Path | None = None) -
 
 def train(items: Sequence[Item], profile: str, *, parallel: int, store: Path | None = None, report: Callable[[str], None] = print) -> None:
     """Train and measure what is not done, in the order of the plan. Raises runs.RunFailed as `runs.get_or_measure`."""
-    left = [(item.run, [item.posthoc, *item.further]) for item in items if item.state != "done"]
+    left = wanted(items)
     runs.measure_missing(left, store=Path(store) if store else runs.default_store(profile), parallel=parallel, report=report)
+
+
+def wanted(items: Sequence[Item]) -> list[tuple[config.RunConfig, list]]:
+    """What is not done, as `runs.measure_missing` and `fleet.work` take it: runs, each with its measurements."""
+    return [(item.run, [item.posthoc, *item.further]) for item in items if item.state != "done"]
 
 
 def tell(items: Sequence[Item], parallel: int) -> str:

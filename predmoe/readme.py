@@ -10,30 +10,44 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from . import config, corpora, model, paths, results
+from . import budget, config, corpora, corpora_large, model, paths, results
 
 README = paths.ROOT / "README.md"
+DOCS = paths.ROOT / "docs" / "many_gpus.md"
 STEP_GOAL = 1.3   # times the speed of transformers' fastest implementation, set before it was measured
 BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
 
 
 def render(text: str) -> str:
     """README's text with every computed part brought up to date."""
-    for name, part in (("results:cpu", findings("cpu")), ("explorer", screenshot("cpu")), ("benchmarks", benchmarks()), ("sources", sources()), ("tiers", tiers())):
-        closing = f"{name.split(':')[0]}:end"
-        pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- {re.escape(closing)} -->)", re.DOTALL)
-        text, found = pattern.subn(lambda match: f"{match[1]}{part}{match[2]}", text)
-        if found != 1:
-            raise results.ResultError(f"README.md needs exactly one part between <!-- {name} --> and <!-- {closing} -->; it has {found}")
+    for name, part in (("results:cpu", findings("cpu")), ("explorer", screenshot("cpu")), ("benchmarks", benchmarks()), ("sources", sources()), ("sources large", sources(large=True)), ("tiers", tiers())):
+        text = _filled(text, name, part, "README.md")
+    return text
+
+
+def render_docs(text: str) -> str:
+    """The text of docs/many_gpus.md with the plan on paper as `budget` gives it."""
+    return _filled(text, "budget", budget.table() + "\n\n", "docs/many_gpus.md")
+
+
+def _filled(text: str, name: str, part: str, where: str) -> str:
+    closing = f"{name.split(':')[0]}:end"
+    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- {re.escape(closing)} -->)", re.DOTALL)
+    text, found = pattern.subn(lambda match: f"{match[1]}{part}{match[2]}", text)
+    if found != 1:
+        raise results.ResultError(f"{where} needs exactly one part between <!-- {name} --> and <!-- {closing} -->; it has {found}")
     return text
 
 
 def update(path: Path = README) -> bool:
-    """Rewrite README.md in place; returns whether anything changed."""
-    before = path.read_text()
-    after = render(before)
-    path.write_text(after)
-    return before != after
+    """Rewrite README.md and docs/many_gpus.md in place; returns whether anything changed."""
+    changed = False
+    for source, fill in ((path, render), (DOCS, render_docs)):
+        before = source.read_text()
+        after = fill(before)
+        source.write_text(after)
+        changed = changed or before != after
+    return changed
 
 
 def findings(profile: str) -> str:
@@ -90,9 +104,10 @@ def _spread(values: Sequence[float], digits: str) -> str:
     return " to ".join(dict.fromkeys(f"{value:{digits}}" for value in (min(values), max(values))))
 
 
-def sources() -> str:
-    """The offline corpus: domain, origin, licence and the package that ships it."""
-    rows = [f"| {s.domain} | {s.origin} | {s.licence} | {f'`{s.requirement}`' if s.requirement else 'Python itself'} |" for s in corpora.Offline.sources]
+def sources(*, large: bool = False) -> str:
+    """The offline corpus, or what the large one has besides: domain, origin, licence and the package that ships it."""
+    found = [s for s in corpora_large.OfflineLarge().sources if "Debian" in s.requirement] if large else corpora.Offline.sources
+    rows = [f"| {s.domain} | {s.origin} | {s.licence} | {f'`{s.requirement}`' if s.requirement else 'Python itself'} |" for s in found]
     return "\n".join(["", "| domain | text | licence | from |", "|---|---|---|---|", *rows, "", ""])
 
 

@@ -120,11 +120,16 @@ def open_run(config: RunConfig, store: Path) -> Run:
     return Run(path, config)
 
 
-def get_or_train(config: RunConfig, *, store: Path, report=print) -> Run:
-    """The finished run of `config` with its checkpoint; trained or resumed in a child process where need be."""
+def get_or_train(config: RunConfig, *, store: Path, nproc: int = 1, engine: str = "ddp", report=print) -> Run:
+    """The finished run of `config` with its checkpoint; trained or resumed in a child process where need be.
+
+    `nproc` processes share each batch, as `engine` ("ddp", "fsdp", "hsdp") says; the run is the same one, and its provenance says how.
+    """
+    if nproc < 1:
+        raise ConfigError(f"nproc={nproc} must be at least 1")
     run = open_run(config, store)
     if not run.has_checkpoint:
-        _work([(run, [])], parallel=1, report=report)
+        _work([(run, [])], parallel=1, report=report, nproc=nproc, engine=engine)
     return run
 
 
@@ -158,15 +163,18 @@ def get_or_measure(configs: Sequence[RunConfig], posthoc: PosthocConfig, *, prof
     return [run.measurement(posthoc) | {kind: run.measurement(how) for kind, how in further.items()} for run in found]
 
 
-def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[Measurement]]], *, store: Path, parallel: int, report=print) -> None:
-    """Train and measure what is missing of the `wanted` measurements of each run, in this order; errors as `get_or_measure`."""
+def measure_missing(wanted: Sequence[tuple[RunConfig, Sequence[Measurement]]], *, store: Path, parallel: int, report=print, **how_many) -> None:
+    """Train and measure what is missing of the `wanted` measurements of each run, in this order; errors as `get_or_measure`.
+
+    `how_many`: nproc and engine as `get_or_train` takes them, and further options of the worker; one of them may let a run pause.
+    """
     jobs = _missing(wanted, store)
     if again := [describe(run.config) for run, _ in jobs if run.finished and not run.has_checkpoint]:
         report(f"{len(again)} finished runs have no checkpoint here, and a measurement that is missing needs one, so they are trained again: {'; '.join(again)}")
-    _work(jobs, parallel=parallel, report=report)
-    if discarded := _missing(wanted, store):
+    _work(jobs, parallel=parallel, report=report, **how_many)
+    if discarded := [job for job in _missing(wanted, store) if job[0].finished]:
         report(f"trained again to other bits, on another kind of machine, so all their measurements are made anew: {'; '.join(describe(run.config) for run, _ in discarded)}")
-        _work(discarded, parallel=parallel, report=report)
+        _work(discarded, parallel=parallel, report=report, **how_many)
 
 
 def _missing(wanted: Sequence[tuple[RunConfig, Sequence[Measurement]]], store: Path) -> list[tuple[Run, list[Measurement]]]:
@@ -181,7 +189,7 @@ def _missing(wanted: Sequence[tuple[RunConfig, Sequence[Measurement]]], store: P
     return list(jobs.values())
 
 
-def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report) -> None:
+def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report, **how_many) -> None:
     """Run the jobs' child processes, `parallel` at a time, telling of each one's progress now and then. A job is a run and what to measure."""
     if parallel < 1:
         raise ConfigError(f"parallel={parallel} must be at least 1")
@@ -190,7 +198,7 @@ def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report) -
         while waiting or running:
             while waiting and len(running) < parallel:
                 run, measurements = waiting.pop(0)
-                running[_start(run, measurements)] = run
+                running[_start(run, measurements, **how_many)] = run
             time.sleep(POLL_SECONDS)
             for child in [c for c in running if c.poll() is not None]:
                 run = running.pop(child)
@@ -211,11 +219,13 @@ def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report) -
         raise RunFailed("; ".join(failures))
 
 
-def _start(run: Run, measurements: list[Measurement]) -> subprocess.Popen:
+def _start(run: Run, measurements: list[Measurement], *, nproc: int = 1, engine: str = "ddp", options: Sequence[str] = ()) -> subprocess.Popen:
     threads = str(run.config.train.threads)
-    command = [sys.executable, "-m", "predmoe.worker", str(run.path)]
+    several = ["predmoe.launch", "--nproc", str(nproc), str(run.path), "--engine", engine]
+    command = [sys.executable, "-m", *(several if nproc > 1 else ["predmoe.worker", str(run.path)])]
     for how in measurements:
         command += [f"--{kind_of(how)}", measurement_name(how)]
+    command += options
     environment = KEEP_MEMORY | same_bits() | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     with open(run.path / "log.txt", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)

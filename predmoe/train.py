@@ -10,25 +10,26 @@ What a run writes into its folder:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import pickle
-import threading
 import time
-from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from predmoe import gpu, sharding
 from predmoe.config import ConfigError, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe.evaluation import Heads, evaluate
+from predmoe.files import read_json, read_lines, write_json  # noqa: F401  read_lines for those who read runs
+from predmoe.loader import Loader
 from predmoe.model import MoEModel, save_checkpoint
 from predmoe.objectives import stack, terms
 from predmoe.predictor import Predictor
@@ -42,42 +43,6 @@ BEGIN_ANEW = "restore it from a copy, or remove it to train the run from its sta
 
 class TrainingError(RuntimeError):
     """A run that cannot go on; the message says at which step and why."""
-
-
-def write_json(path: Path, value) -> None:
-    """Replace `path` by `value` as JSON, whole or not at all; several processes may do so at a time."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
-    try:
-        partial.write_text(json.dumps(value, indent=1) + "\n")
-        partial.replace(path)
-    except OSError as error:  # of a failed write, which does not say of which file
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def read_json(path: Path, needed: Mapping[str, type | tuple] = {}, *, remedy: str = "") -> dict:
-    """The object that `write_json` wrote. Raises ConfigError where the file is damaged, or lacks an entry of `needed`, name -> its type."""
-    remedy = remedy or f"remove the folder {path.parent} to make it again"
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:  # JSON's and UTF-8's own errors are ValueErrors
-        raise ConfigError(f"{path} is damaged ({error}); restore it from a copy, or {remedy}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} is damaged (it holds a {type(value).__name__} instead of an object); restore it from a copy, or {remedy}")
-    if wrong := [name for name, kind in needed.items() if not isinstance(value.get(name), kind)]:
-        raise ConfigError(f"{path} is damaged (without a usable {', '.join(wrong)}); restore it from a copy, or {remedy}")
-    return value
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl. Raises ConfigError with the number of the first that is damaged."""
-    lines = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
-        if len(lines) < number or not isinstance(lines[-1], dict):
-            raise ConfigError(f"{path}, line {number} is damaged; restore the file from a copy, or remove the folder {path.parent} to train the run again")
-    return lines
 
 
 def learning_rate(config, step: int) -> float:
@@ -94,7 +59,11 @@ def build_parts(config: RunConfig) -> tuple[MoEModel, Predictor | None, torch.op
     predictor = None
     if config.objective.lambda_pred:
         predictor = new_predictor(config.predictor, config.model).initialise(config.train.seed).to(config.train.device)
-    t = config.train
+    return model, predictor, optimizer_of(model, predictor, config.train)
+
+
+def optimizer_of(model: torch.nn.Module, predictor: torch.nn.Module | None, t) -> torch.optim.Optimizer:
+    """AdamW over both as the training section `t` says; norm weights and biases do not decay."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": t.weight_decay, "scale": 1.0},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "scale": 1.0},
@@ -104,7 +73,7 @@ def build_parts(config: RunConfig) -> tuple[MoEModel, Predictor | None, torch.op
             {"params": list(predictor.weights.values()), "weight_decay": t.weight_decay, "scale": t.predictor_lr_scale},
             {"params": list(predictor.biases.values()), "weight_decay": 0.0, "scale": t.predictor_lr_scale},
         ]
-    return model, predictor, torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
+    return torch.optim.AdamW(groups, lr=t.lr, betas=(t.beta1, t.beta2), fused=True)
 
 
 def new_predictor(config, model_config) -> Predictor:
@@ -123,20 +92,45 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
     return (folder / "finished.json").exists() and all((folder / "checkpoint" / name).exists() for name in needed)
 
 
-class Trainer:
-    """One run in one folder. `train()` goes on from the last checkpoint and returns when the last step is done."""
+def forward_terms(model, predictor, windows: torch.Tensor, config: RunConfig, *, step: int, autocast: torch.dtype | None, table: TokenTable | None = None,
+                  shares=lambda routing: None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:  # fmt: skip
+    """The weighted loss terms of a training step over `windows` (B, T+1), and, where a table counts them, the chosen experts (L, N, K).
 
-    def __init__(self, config: RunConfig, folder: Path, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, progress=lambda line: None):
+    `shares`: what the balance loss takes for a routing (`objectives.balance`). Raises TrainingError where a router's scores are NaN.
+    """
+    with torch.autocast(windows.device.type, autocast or torch.bfloat16, enabled=autocast is not None):
+        try:
+            output = model(windows[:, :-1], windows[:, 1:])
+        except ValueError as error:  # a router's scores are NaN
+            raise TrainingError(f"the loss is not finite at step {step} ({error}); lower the learning rate or a term's weight") from error
+    parts = terms(output.loss, output.routing, predictor, config.objective, batch=len(windows), progress=step / config.train.steps, table=table,
+                  tokens_N=windows[:, :-1].reshape(-1), shares_LE=shares(output.routing))  # fmt: skip
+    return parts, stack(output.routing, "experts_NK") if table is not None else None
+
+
+class Trainer:
+    """One run in one folder. `train()` goes on from the last checkpoint and returns when the last step is done, or after
+    `pause_after` seconds with a checkpoint. `leader`: whether this process writes what is written once (`distributed`)."""
+
+    leader, table, loader, deferred = True, None, None, False
+
+    def __init__(self, config: RunConfig, folder: Path, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, pause_after: float | None = None,
+                 progress=lambda line: None):  # fmt: skip
         check_device(config.train.device)
         torch.set_num_threads(config.train.threads)
         self.config, self.folder = config, Path(folder)
-        self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
+        self.checkpoint_seconds, self.pause_after, self.progress = checkpoint_seconds, pause_after, progress
         self.tokens: Tokens = prepare(config.data)
         if self.tokens.tokenizer.vocab_size > config.model.vocab_size:
             raise ConfigError(f"tokenizer {config.data.tokenizer} has {self.tokens.tokenizer.vocab_size} entries, the model only vocab_size={config.model.vocab_size}")
         self.stream = self.tokens.stream(config.data.order_seed, config.data.shuffle_buffer)
+        self.deferred = config.train.device.startswith("cuda")   # values stay on the device until they are read: no step waits for one
+        self.device_report: dict = {}
+        self.loader = Loader(self.make, parts=config.train.accumulate, pin=True) if self.deferred else None
         self.model, self.predictor, self.optimizer = build_parts(config)
         m = config.model
+        if self.deferred:
+            self.device_report = gpu.prepare(self.model, autocast=torch.bfloat16 if config.train.dtype == "bfloat16" else None, say=progress)
         self.table = TokenTable(m.num_layers, m.vocab_size, m.num_experts, config.train.device) if config.objective.lambda_lookup else None
         self.autocast = torch.bfloat16 if config.train.dtype == "bfloat16" else None
         self.step, self.seconds = 0, 0.0
@@ -149,7 +143,7 @@ class Trainer:
 
     @property
     def resumable(self) -> bool:
-        return self._state.exists()
+        return self._state.exists() or sharding.saved(self.folder) is not None
 
     @property
     def _log(self) -> Path:
@@ -184,29 +178,48 @@ class Trainer:
             except Exception:
                 partial.unlink(missing_ok=True)
                 raise
+        sharding.remove(self.folder)   # of a run that several processes had begun
 
     def restore(self) -> None:
         """Take up the last checkpoint, if there is one, and cut the log back to it."""
+        if sharded := sharding.saved(self.folder):   # written later than a whole one, which it replaces
+            return self.restore_sharded(sharded)
         if not self._state.exists():
-            self._log.write_text("")
+            if self.leader:
+                self._log.write_text("")
             return
         try:
             state = torch.load(self._state, map_location=self.config.train.device, weights_only=True)
-            self.model.load_state_dict(state["model"])
-            if self.predictor is not None:
-                self.predictor.load_state_dict(state["predictor"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            if self.table is not None:
-                self.table.counts_LVE = state["table"]
-            self.step, self.seconds, logged = state["step"], state["seconds"], state["log_bytes"]
+            self.take_up(state)
+            self.step, self.seconds = state["step"], state["seconds"]
         except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise TrainingError(f"cannot resume from {self._state}: it is damaged or of another run ({why}); {BEGIN_ANEW}") from error
+        self.cut_log(state["log_bytes"], self._state)
+        self.progress(f"resumed at step {self.step}")
+
+    def take_up(self, state: dict) -> None:
+        self.model.load_state_dict(state["model"])
+        if self.predictor is not None:
+            self.predictor.load_state_dict(state["predictor"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.table is not None:
+            self.table.counts_LVE = state["table"]
+
+    def restore_sharded(self, sharded: dict) -> None:
+        """Take up a checkpoint that several processes wrote in parts (`sharding`)."""
+        sharding.load(self, sharded)
+        self.step, self.seconds = sharded["step"], sharded["seconds"]
+        self.cut_log(sharded["log_bytes"], self.folder / sharded["folder"])
+        self.progress(f"resumed at step {self.step}")
+
+    def cut_log(self, logged: int, source: Path) -> None:
+        """Cut the log to the `logged` bytes that it had when the checkpoint `source` was written."""
         found = self._log.stat().st_size if self._log.exists() else 0
         if found < logged:  # truncate would fill it up with zeros
-            raise TrainingError(f"cannot resume from {self._state}: {self._log.name} has {found} bytes, at step {self.step} it had {logged}; {BEGIN_ANEW}")
-        os.truncate(self._log, logged)
-        self.progress(f"resumed at step {self.step}")
+            raise TrainingError(f"cannot resume from {source}: {self._log.name} has {found} bytes, at step {self.step} it had {logged}; {BEGIN_ANEW}")
+        if self.leader:
+            os.truncate(self._log, logged)
 
     def log(self, **values) -> None:
         with self._saving(), open(self._log, "a") as file:
@@ -223,48 +236,91 @@ class Trainer:
             self.step += 1
             self.seconds = base + time.perf_counter() - started
             if self.step % LOG_EVERY == 0 or self.step in (1, total):
+                values = self.read(values)
                 self.log(terms=values)
-                with self._saving():
-                    write_json(self.folder / "timing.json", self.timing())
+                if self.leader:
+                    with self._saving():
+                        write_json(self.folder / "timing.json", self.timing())
                 self.progress(f"step {self.step}/{total}, loss {values['lm']:.3f}, {self.timing()['tokens_per_second']:,.0f} tokens/s")
             if self.step % self.config.train.eval_every == 0 and self.step < total:
                 self.log(dev=self.evaluate_on("dev"))
-            if time.perf_counter() - saved > self.checkpoint_seconds or self.step == total:
+            paused = self.pause_after is not None and time.perf_counter() - started > self.pause_after and self.step < total
+            wish = self.agreed(2 if paused else int(time.perf_counter() - saved > self.checkpoint_seconds))
+            if wish or self.step == total:
+                self.read(values)   # a model that is not finite is not saved
                 self.save()
                 saved = time.perf_counter()
+                if wish == 2:
+                    self.progress(f"paused at step {self.step}/{total}")
+                    return
         self.finish()
+
+    def agreed(self, wish: int) -> int:
+        """What all processes do now: 0 go on, 1 save, 2 save and pause. One alone does what it wishes."""
+        return wish
 
     def timing(self) -> dict:
         tokens = self.step * self.config.train.batch_size * self.config.model.context
         return {"steps": self.step, "seconds": self.seconds, "tokens_per_second": tokens / max(self.seconds, 1e-9)}
 
-    def training_step(self) -> dict[str, float]:
-        """One update; returns each weighted term's size in nats. Raises TrainingError where the loss is not finite."""
+    def training_step(self) -> dict[str, float | torch.Tensor]:
+        """One update; returns each weighted term's size in nats, on a GPU still there (`read`). Raises TrainingError where the loss is not finite."""
         config = self.config.train
-        windows = torch.from_numpy(self.stream.batch(self.step, config.batch_size, self.config.model.context)).to(config.device)
-        with torch.autocast(self.model.device.type, self.autocast or torch.bfloat16, enabled=self.autocast is not None):
-            try:
-                output = self.model(windows[:, :-1], windows[:, 1:])
-            except ValueError as error:  # a router's scores are NaN
-                raise TrainingError(f"the loss is not finite at step {self.step} ({error}); lower the learning rate or a term's weight") from error
-        tokens_N = windows[:, :-1].reshape(-1)
-        parts = terms(output.loss, output.routing, self.predictor, self.config.objective, batch=len(windows), progress=self.step / config.steps,
-                      table=self.table, tokens_N=tokens_N)  # fmt: skip
-        loss = sum(parts.values())
-        if not torch.isfinite(loss):
-            sizes = ", ".join(f"{name} {value.item():.4g}" for name, value in parts.items())
-            raise TrainingError(f"the loss is not finite at step {self.step} ({sizes}); lower the learning rate or a term's weight")
-        loss.backward()
-        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(everything, config.grad_clip)
+        seen, values = [], {}
+        for part in range(config.accumulate):
+            windows = self.windows(part)
+            parts, experts_LNK = self.losses(windows, last=part == config.accumulate - 1)
+            loss = sum(parts.values())
+            if not self.deferred and not torch.isfinite(loss):
+                raise self.not_finite(", ".join(f"{name} {value.item():.4g}" for name, value in parts.items()))
+            (loss if config.accumulate == 1 else loss / config.accumulate).backward()
+            seen.append((windows[:, :-1].reshape(-1), experts_LNK))
+            values = {name: value.detach() / config.accumulate + values.get(name, 0.0) for name, value in parts.items()} if config.accumulate > 1 else parts
+        self.clip()
         factor = learning_rate(config, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr * group["scale"] * factor
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.table is not None:   # after the step: a token is never compared with its own choice
-            self.table.add(tokens_N, stack(output.routing, "experts_NK"))
-        return {name: value.item() for name, value in parts.items()}
+            self.count(torch.cat([tokens_N for tokens_N, _ in seen]), torch.cat([experts_LNK for _, experts_LNK in seen], dim=1))
+        return {name: value.detach() for name, value in values.items()} if self.deferred else {name: value.item() for name, value in values.items()}
+
+    def windows(self, part: int) -> torch.Tensor:
+        """(B, T+1): the sequences of a part of the batch, on the device."""
+        config = self.config.train
+        batch = self.loader.batch(self.step, part) if self.loader else torch.from_numpy(self.make(self.step, part))
+        return batch.to(config.device, non_blocking=True)
+
+    def make(self, step: int, part: int) -> np.ndarray:
+        config = self.config
+        return self.stream.batch(step, config.train.batch_size, config.model.context, self.rows(part))
+
+    def rows(self, part: int) -> slice:
+        """Which sequences of the batch are of this part."""
+        B = self.config.train.batch_size // self.config.train.accumulate
+        return slice(part * B, (part + 1) * B)
+
+    def losses(self, windows: torch.Tensor, *, last: bool = True) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Each weighted term over these sequences, and what the router chose, (L, N, K). `last`: the gradient is complete after them."""
+        return forward_terms(self.model, self.predictor, windows, self.config, step=self.step, autocast=self.autocast, table=self.table)
+
+    def clip(self) -> None:
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(everything, self.config.train.grad_clip)
+
+    def count(self, tokens_N: torch.Tensor, experts_LNK: torch.Tensor) -> None:
+        self.table.add(tokens_N, experts_LNK)
+
+    def read(self, values: dict[str, float | torch.Tensor]) -> dict[str, float]:
+        """A step's terms as numbers. Raises TrainingError where one is not finite: on a GPU it is found out here, as it never becomes finite again."""
+        numbers = {name: float(value) for name, value in values.items()}
+        if not all(map(math.isfinite, numbers.values())):
+            raise self.not_finite(", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+        return numbers
+
+    def not_finite(self, sizes: str) -> TrainingError:
+        return TrainingError(f"the loss is not finite at step {self.step} ({sizes}); lower the learning rate or a term's weight")
 
     def evaluate_on(self, which: str) -> dict:
         """Diagnostics on "dev" (while training) or "heldout" (at the end), without the per-document detail."""
@@ -278,14 +334,17 @@ class Trainer:
         """Final evaluation, the heads and the OLMoE checkpoint, and finished.json, whose existence says that all is there."""
         result = self.evaluate_on("heldout")
         self.log(heldout=result)
+        model, predictor = self.whole()
+        if not self.leader:
+            return
         checkpoint = self.folder / "checkpoint"
         with self._saving():
             try:
                 checkpoint.mkdir(exist_ok=True)
-                if self.predictor is not None:
-                    save_file(self.predictor.state_dict(), checkpoint / "predictor.partial")
+                if predictor is not None:
+                    save_file(predictor.state_dict(), checkpoint / "predictor.partial")
                     (checkpoint / "predictor.partial").replace(checkpoint / "predictor.safetensors")
-                save_checkpoint(self.model, checkpoint)
+                save_checkpoint(model, checkpoint)
                 write_json(self.folder / "timing.json", self.timing())
                 finished = {"val_loss": result["val_loss"], "data_hash": self.tokens.hash, "weights": weights_hash(checkpoint)}
                 self._discard_other(finished)
@@ -294,8 +353,14 @@ class Trainer:
                 for partial in checkpoint.glob("*.partial"):
                     partial.unlink()
                 raise
-        self._state.unlink()
+        if sharding.saved(self.folder) is not None:
+            sharding.remove(self.folder)
+        else:
+            self._state.unlink()
 
+    def whole(self) -> tuple[MoEModel, Predictor | None]:
+        """Model and heads, undivided."""
+        return self.model, self.predictor
 
     def _discard_other(self, finished: dict) -> None:
         """Remove measurements of other weights: those of an earlier training of this run that ended otherwise, on another kind of machine."""

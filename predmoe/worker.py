@@ -7,6 +7,7 @@ Progress goes to standard output, line by line; a failure ends with one sentence
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from predmoe import provenance
+from predmoe import distributed, provenance, sharding
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, build
 from predmoe.data import prepare
-from predmoe.locking import FolderLock
+from predmoe.locking import FolderLock, describe
 from predmoe.model import load_checkpoint
 from predmoe.posthoc import heads_file, measure
 from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, is_complete, load_predictor, read_json, read_lines, weights_hash, write_json
@@ -25,15 +26,20 @@ from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, ch
 FURTHER = {"locality": LocalityConfig, "downstream": DownstreamConfig}   # measurements besides the post-hoc one
 
 
-def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, progress=print) -> None:
-    """Bring the run to its end unless it is finished and its checkpoint is there."""
+def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, pause_after: float | None = None, team=None, engine: str = "ddp",
+          progress=print) -> None:  # fmt: skip
+    """Bring the run to its end, or to a pause, unless it is finished and its checkpoint is there. `team`, `engine`: as `distributed` has them."""
     if is_complete(folder, config):
         (folder / "state.pt").unlink(missing_ok=True)  # left by a kill in the very last step
+        sharding.remove(folder)
         return
-    trainer = Trainer(config, folder, checkpoint_seconds=checkpoint_seconds, progress=progress)
+    options = {"checkpoint_seconds": checkpoint_seconds, "pause_after": pause_after, "progress": progress}
+    trainer = Trainer(config, folder, **options) if team is None else distributed.DistributedTrainer(config, folder, team, engine=engine, **options)
     source = folder / "provenance.json"
-    if not trainer.resumable or not source.exists():
-        write_json(source, provenance.capture() | {"data_hash": trainer.tokens.hash})
+    if trainer.leader:
+        if not trainer.resumable or not source.exists():
+            write_json(source, provenance.capture() | {"data_hash": trainer.tokens.hash} | ({"device": trainer.device_report} if trainer.device_report else {}))
+        distributed.record(source, distributed.description(team.size if team else 1, engine, config.train.device))
     trainer.train()
 
 
@@ -92,13 +98,25 @@ def main(arguments: list[str] | None = None) -> int:
     for kind in FURTHER:
         parser.add_argument(f"--{kind}", help="the same of a further measurement")
     parser.add_argument("--checkpoint-seconds", type=float, default=CHECKPOINT_SECONDS)
+    parser.add_argument("--pause-after", type=float, help="seconds of training after which to save and end, the run unfinished")
+    parser.add_argument("--engine", default="ddp", help="under torchrun: ddp (each process has the whole model) or fsdp (each has a part) or hsdp (a part of its node's)")
     options = parser.parse_args(arguments)
     folder = options.folder
     say = lambda line: print(line, flush=True)  # noqa: E731
     try:
         config = build(RunConfig, read_json(folder / "config.json"))
-        with FolderLock(folder, waiting=lambda who: say(f"waiting: {who} works on this run")):
-            train(folder, config, checkpoint_seconds=options.checkpoint_seconds, progress=say)
+        with contextlib.ExitStack() as held:
+            team = held.enter_context(distributed.team(config.train.device)) if distributed.world_size() > 1 else None
+            if team is None:
+                held.enter_context(FolderLock(folder, waiting=lambda who: say(f"waiting: {who} works on this run")))
+            elif team.leader:   # the others would wait for it in vain: they have a time limit
+                lock = FolderLock(folder)
+                if not lock.claim():
+                    raise ConfigError(f"{describe(lock.path)} works on the run in {folder}; wait until it has ended")
+                held.callback(lock.release)
+            train(folder, config, checkpoint_seconds=options.checkpoint_seconds, pause_after=options.pause_after, team=team, engine=options.engine, progress=say)
+            if team is not None and not team.leader or not is_complete(folder, config):
+                return 0   # measured by the leader alone; a paused run is not measured
             target = folder / f"{options.posthoc}.json"
             if options.posthoc and not (target.exists() and all(heads_file(folder, options.posthoc, kind).exists() for kind in PREDICTORS)):
                 posthoc = build(PosthocConfig, read_json(folder / f"{options.posthoc}.config.json"))
@@ -108,9 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
                 if name and not (target := folder / f"{name}.json").exists():
                     measure_further(folder, config, build(made_by, read_json(folder / f"{name}.config.json")), target, progress=say)
     except (ConfigError, TrainingError) as error:
+        distributed.report(error)
         print(f"predmoe: {error}", file=sys.stderr, flush=True)
         return 2
     except (OSError, SafetensorError) as error:
+        distributed.report(error)
         print(f"predmoe: cannot work in {folder}: {error}; what is finished stays; remove the cause and run again", file=sys.stderr, flush=True)
         return 2
     return 0

@@ -1,0 +1,67 @@
+"""Token files to carry to a machine without a network: one archive with the tokens of a corpus and, where it is GPT-2's, the tokenizer."""
+
+from __future__ import annotations
+
+import base64
+import io
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+
+from .config import ConfigError, DataConfig
+from .corpora import corpus
+from .data import cache_folder, load_tokenizer, prepare, token_folder
+
+LIMIT = 60_000_000   # bytes of an archive
+PARTS = {"tokens.bin", "documents.npz", "names.json", "meta.json"}
+
+
+def pack(config: DataConfig, out: Path, *, cache: Path | None = None) -> dict:
+    """Encode the corpus where need be and write its archive (tar, xz); returns its tokens, documents, bytes and hash.
+
+    Raises ConfigError where it would be larger than LIMIT: take fewer documents.
+    """
+    tokens = prepare(config, cache=cache)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".partial")
+    with tarfile.open(partial, "w:xz", preset=6) as archive:
+        for name in sorted(PARTS):
+            archive.add(tokens.folder / name, f"tokens/{tokens.folder.name}/{name}")
+        if config.tokenizer == "gpt2":
+            ranks = tokens.tokenizer.encoding._mergeable_ranks
+            text = b"".join(b"%b %d\n" % (base64.b64encode(token), rank) for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
+            entry = tarfile.TarInfo("gpt2.tiktoken")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text))
+    if (size := partial.stat().st_size) > LIMIT:
+        partial.unlink()
+        raise ConfigError(f"the tokens of corpus={config.corpus!r} take {size / 1e6:.0f} MB packed, more than {LIMIT / 1e6:.0f}: take fewer documents, as in fineweb-edu:25000")
+    partial.replace(out)
+    return {"tokens": int(tokens.offsets[-1]), "documents": len(tokens.domain), "bytes": size, "hash": tokens.hash}
+
+
+def unpack(archive: Path, *, cache: Path | None = None) -> Path:
+    """Put an archive's files where `prepare` finds them; returns the token folder. Raises ConfigError where it is damaged or another file."""
+    cache = cache or cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=cache) as scratch, tarfile.open(archive) as found:
+            found.extractall(scratch, filter="data")
+            folders = list((Path(scratch) / "tokens").iterdir()) if (Path(scratch) / "tokens").is_dir() else []
+            if len(folders) != 1 or {file.name for file in folders[0].iterdir()} != PARTS:
+                raise ConfigError(f"{archive} is no archive of tokens: make it with scripts/prepare_corpus.py")
+            target = cache / "tokens" / folders[0].name
+            if not target.is_dir():
+                target.parent.mkdir(exist_ok=True)
+                shutil.move(folders[0], target)
+            if (ranks := Path(scratch) / "gpt2.tiktoken").is_file():
+                ranks.replace(cache / "gpt2.tiktoken")
+            return target
+    except (OSError, tarfile.TarError, EOFError) as error:
+        raise ConfigError(f"cannot unpack {archive}: {error}; carry it anew") from None
+
+
+def is_here(config: DataConfig) -> bool:
+    """Whether the tokens of the corpus are in the cache folder, so that nothing has to be read or fetched."""
+    return token_folder(corpus(config.corpus), load_tokenizer(config.tokenizer), cache_folder()).is_dir()

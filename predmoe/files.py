@@ -1,0 +1,48 @@
+"""The small files of a run: JSON that is replaced as a whole, and read with a sentence about what is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from predmoe.config import ConfigError
+
+
+def write_json(path: Path, value) -> None:
+    """Replace `path` by `value` as JSON, whole or not at all; several processes may do so at a time."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    try:
+        partial.write_text(json.dumps(value, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:  # of a failed write, which does not say of which file
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def read_json(path: Path, needed: Mapping[str, type | tuple] = {}, *, remedy: str = "") -> dict:
+    """The object that `write_json` wrote. Raises ConfigError where the file is damaged, or lacks an entry of `needed`, name -> its type."""
+    remedy = remedy or f"remove the folder {path.parent} to make it again"
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:  # JSON's and UTF-8's own errors are ValueErrors
+        raise ConfigError(f"{path} is damaged ({error}); restore it from a copy, or {remedy}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is damaged (it holds a {type(value).__name__} instead of an object); restore it from a copy, or {remedy}")
+    if wrong := [name for name, kind in needed.items() if not isinstance(value.get(name), kind)]:
+        raise ConfigError(f"{path} is damaged (without a usable {', '.join(wrong)}); restore it from a copy, or {remedy}")
+    return value
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl. Raises ConfigError with the number of the first that is damaged."""
+    lines = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+        if len(lines) < number or not isinstance(lines[-1], dict):
+            raise ConfigError(f"{path}, line {number} is damaged; restore the file from a copy, or remove the folder {path.parent} to train the run again")
+    return lines

@@ -1,0 +1,116 @@
+"""Checkpoints in parts: every process writes what it holds, and any number of processes, one included, goes on from them.
+
+In a run's folder: state.json (which folder, which step), replaced as a whole, and state-STEP/ as torch.distributed.checkpoint
+writes it. Tensors go by name, so that it does not matter who held which part when they were written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from predmoe.files import read_json, write_json
+
+POINTER = "state.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def saved(folder: Path) -> dict | None:
+    """What state.json says: the folder's name, step, seconds and the log's bytes. None where there is none."""
+    source = Path(folder) / POINTER
+    return read_json(source) if source.exists() else None
+
+
+def names(trainer) -> dict[str, torch.nn.Parameter]:
+    """Every trained parameter by name; those of the heads begin with "predictor."."""
+    parts = {"model": trainer.model} | ({"predictor": trainer.predictor} if trainer.predictor is not None else {})
+    return {f"{part}.{name}": parameter for part, module in parts.items() for name, parameter in module.named_parameters()}
+
+
+def flat(trainer) -> dict[str, Tensor]:
+    """Weights, AdamW's moments and the token table as one mapping of tensors that share the trainer's memory."""
+    out = {}
+    for name, parameter in names(trainer).items():
+        state = trainer.optimizer.state[parameter]
+        if not state:   # as AdamW makes it in its first step
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+        out[name] = parameter.detach()
+        out |= {f"optimizer.{name}.{key}": state[key] for key in ("step", *MOMENTS)}
+    if trainer.table is not None:
+        out["table"] = trainer.table.counts_LVE
+    return out
+
+
+def save(trainer, *, leader: bool) -> None:
+    """Write the state of all processes; to be called by each of them. The last good checkpoint stays until this one is whole.
+
+    Raises RuntimeError where a process cannot write its part.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    folder, log = trainer.folder, trainer.folder / "metrics.jsonl"
+    name = f"state-{trainer.step:08d}"
+    try:
+        dcp.save(flat(trainer), checkpoint_id=folder / name, no_dist=not torch.distributed.is_initialized())
+    except dcp.api.CheckpointException as error:   # no ordinary Exception: it holds those of every process
+        raise RuntimeError((str(error).strip().splitlines() or [type(error).__name__])[-1][:200]) from error
+    if leader:
+        with open(log, "rb") as file:   # on the disk before a checkpoint that counts on its bytes
+            os.fsync(file.fileno())
+        write_json(folder / POINTER, {"folder": name, "step": trainer.step, "seconds": trainer.seconds, "log_bytes": log.stat().st_size})
+        (folder / "state.pt").unlink(missing_ok=True)
+        _remove_folders(folder, but=name)
+
+
+def load(trainer, sharded: dict) -> None:
+    """Bring the trainer to a checkpoint's state, whoever wrote it. Raises TrainingError where it is damaged or of another run."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    source = trainer.folder / sharded["folder"]
+    try:
+        dcp.load(flat(trainer), checkpoint_id=source, no_dist=not torch.distributed.is_initialized())
+    except (CheckpointException, OSError, RuntimeError, LookupError, ValueError, EOFError) as error:
+        from predmoe.train import BEGIN_ANEW, TrainingError
+
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1][:120]
+        raise TrainingError(f"cannot resume from {source}: it is damaged or of another run ({why}); {BEGIN_ANEW}") from error
+
+
+def spread(trainer, whole: dict) -> None:
+    """Give the parts of a trainer what an undivided checkpoint (state.pt, as torch.load returns it) holds."""
+    held = {f"model.{name}": value for name, value in whole["model"].items()} | {f"predictor.{name}": value for name, value in (whole["predictor"] or {}).items()}
+    place = {id(p): i for i, p in enumerate(p for group in trainer.optimizer.param_groups for p in group["params"])}
+    for name, parameter in names(trainer).items():
+        held |= {f"optimizer.{name}.{key}": value for key, value in whole["optimizer"]["state"][place[id(parameter)]].items()}
+    held["table"] = whole.get("table")
+    for name, target in flat(trainer).items():
+        value = held[name].to(target.device)
+        if hasattr(target, "placements"):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(value)
+
+
+def whole_state(module: torch.nn.Module) -> dict[str, Tensor]:
+    """The module's state on the host, undivided; to be called by every process."""
+    return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu() for name, value in module.state_dict().items()}
+
+
+def remove(folder: Path) -> None:
+    """Take away a checkpoint in parts, where there is one."""
+    if (source := Path(folder) / POINTER).exists():
+        source.unlink()
+        _remove_folders(Path(folder), but="")
+
+
+def _remove_folders(folder: Path, *, but: str) -> None:
+    for old in folder.glob("state-*"):
+        if old.name != but:
+            shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,92 @@
+"""The resumable report of one machine, at a tiny size on the CPU: what a call leaves, the next one goes on with."""
+
+import json
+
+import pytest
+import torch
+from tiny_runs import tiny
+
+from predmoe import cli, gpu_report, runs, throughput, traces
+from predmoe.config import ConfigError, to_dict
+
+POSTHOC = {"tokens": 512, "batch_tokens": 128, "eval_every": 10, "max_steps": 40, "patience": 1}
+
+
+def changes(corpus, **training) -> dict:
+    """The tiny run's sections as changes to the smoke tier."""
+    found = to_dict(tiny(corpus, objective={}, **training))
+    return {name: found[name] for name in ("model", "data", "predictor")} | {"train": {k: v for k, v in found["train"].items() if k != "seed"}}
+
+
+def test_a_call_goes_on_where_the_last_one_stopped(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "FINISHING", 3600.0)   # so that training is paused at once
+    told = []
+    settings = dict(tier="smoke", seeds=[0], changes=changes(corpus, steps=300), posthoc=POSTHOC, report=told.append)
+    before = torch.get_num_threads()
+    assert gpu_report.run(tmp_path, minutes=5, **settings) == 2
+    torch.set_num_threads(before)
+    assert "baseline, seed 0: paused, goes on with the next call" in told
+    baseline, joint = gpu_report.jobs("smoke", [0], settings["changes"])
+    folder = tmp_path / "runs" / baseline.run.hash
+    assert (folder / "state.pt").exists() and not (folder / "finished.json").exists()
+    assert json.loads((tmp_path / "results.json").read_text())["missing"] == ["baseline, seed 0", "joint, seed 0"]
+    speed = (tmp_path / "throughput.json").read_bytes()
+
+    monkeypatch.setattr(gpu_report, "FINISHING", 0.0)
+    assert gpu_report.run(tmp_path, minutes=30, **settings) == 0
+    assert (tmp_path / "throughput.json").read_bytes() == speed   # once per device
+    assert "resumed at step" in (folder / "log.txt").read_text()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [(row["arm"], row["seed"], row["config_hash"]) for row in results["arms"]] == [("baseline", 0, baseline.run.hash), ("joint", 0, joint.run.hash)]
+    assert results["missing"] == [] and all(0 < row["hit"]["ranking"]["1"] <= 1 for row in results["arms"])
+    for job in (baseline, joint):
+        trace = gpu_report.trace_file(tmp_path, job)
+        assert trace.stat().st_size < gpu_report.TRACE_BYTES and job.run.hash in traces.load(trace).meta.notes
+    assert not list(tmp_path.rglob("model.safetensors")) and not list(tmp_path.rglob("state.pt"))   # small enough to carry home
+    report = (tmp_path / "report.md").read_text()
+    assert "Seed 0, joint - baseline under the ranking MLP:" in report and f"{results['arms'][0]['val_loss']:.4f}" in report
+
+    monkeypatch.setattr(runs, "_start", None)   # nothing is left to start
+    assert gpu_report.run(tmp_path, minutes=1, **settings) == 0
+
+
+def test_the_table_of_throughput_has_every_contender(corpus):
+    before = torch.get_num_threads()
+    found = throughput.measure(tiny(corpus), rounds=2, steps=2, warmup=1, peak_size=256)
+    torch.set_num_threads(before)
+    names = [row["contender"] for row in found["rows"]]
+    assert names[:2] == [throughput.OURS, throughput.JOINT] and "transformers, eager" in names and "transformers, grouped_mm" in names
+    done = [row for row in found["rows"] if "refused" not in row]
+    assert {throughput.OURS, throughput.JOINT, "transformers, eager"} <= {row["contender"] for row in done}
+    for row in done:
+        assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["seconds"])
+        assert row["share_of_peak"] == pytest.approx(row["tflops"] / found["peak_tflops"]) and 0 < row["share_of_peak"] < 1
+    theirs = min(row["seconds"] for row in done if row["contender"].startswith("transformers"))
+    ours = next(row["seconds"] for row in done if row["contender"] == throughput.OURS)
+    assert found["of_the_fastest_peer"] == pytest.approx(theirs / ours)
+    assert all(name in throughput.table(found) for name in names)
+
+
+def test_arms_come_in_pairs_seed_by_seed(corpus):
+    found = gpu_report.jobs("a", [0, 3], {"data": {"corpus": "offline-large"}})
+    assert [(job.arm, job.seed) for job in found] == [("baseline", 0), ("joint", 0), ("baseline", 3), ("joint", 3)]
+    assert len({job.run.hash for job in found}) == 4 and all(job.run.train.device == "cuda" for job in found)
+
+
+def test_settings_without_sense_and_a_missing_gpu_are_refused(corpus, tmp_path, capsys):
+    assert cli.main(["gpu-report", "--out", str(tmp_path), "--minutes", "0"]) == 2
+    assert "--minutes 0 must be positive" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device here"):
+            gpu_report.run(tmp_path / "a", changes={"data": {"corpus": corpus, "tokenizer": "bpe8k"}}, report=lambda line: None)
+        assert not (tmp_path / "a").exists()   # nothing is made up where there is no GPU
+
+
+def test_a_trace_that_is_too_large_to_carry_is_refused_and_not_left(tmp_path, monkeypatch):
+    job = gpu_report.jobs("smoke", [0], {})[0]
+    monkeypatch.setattr(runs, "get_or_fit", lambda *_, **__: None)
+    monkeypatch.setattr(gpu_report.recording, "record_run", lambda *_: None)
+    monkeypatch.setattr(gpu_report.traces, "save", lambda trace, path: path.write_bytes(bytes(gpu_report.TRACE_BYTES + 1)))
+    with pytest.raises(ConfigError, match="the trace of baseline, seed 0, has 16 MB, more than 16"):
+        gpu_report.finish(tmp_path, job, None, keep_weights=False, report=print)
+    assert not list((tmp_path / "traces").iterdir())
