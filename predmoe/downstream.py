@@ -11,6 +11,7 @@ one tree of tokens, whose common part is computed once; trees of like length sha
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,6 +145,7 @@ class Exported:
 
         self.config = load_manifest(folder).model
         self.engine = Engine(folder, cache=Cache(slots=self.config.num_layers * self.config.num_experts), announce=lambda line: None)
+        weakref.finalize(self, self.engine.close)   # its reading threads end with it
 
     def states(self, trees: Sequence[Tree]) -> Tensor:
         return self.engine.states([tree.tokens for tree in trees])

@@ -151,7 +151,8 @@ def test_seven_billion_by_hand():
     assert by_node.memory["parts of weights, gradients, moments"] == pytest.approx(16 * 6.92e9 / 8, rel=0.01)
     assert by_node.communication["across"] == pytest.approx(2 * 7 / 8 * 4 * 6.92e9 / 8, rel=0.01)
     sent = by_node.communication
-    assert sent["seconds"] == pytest.approx((sent["gathered"] + sent["scattered"]) / 450e9 + sent["across"] / 50e9) < found.communication["seconds"]
+    assert sent["seconds"] == pytest.approx((sent["gathered"] + sent["scattered"]) / 450e9 + sent["across"] / 50e9)
+    assert sent["seconds"] < found.communication["seconds"]
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers():

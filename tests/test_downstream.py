@@ -1,8 +1,10 @@
 """The adaptor: trees of tokens score what lines score, and what the harness's own transformers class scores; folders and tokenizers that do not fit are refused."""
 
+import gc
 import json
 import random
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -157,6 +159,9 @@ def test_an_export_scores_what_its_checkpoint_scores_by_the_engine(checkpoint, l
     assert type(exported.model) is downstream.Exported and [same for _, same in mine] == [same for _, same in resident]
     assert np.allclose([ll for ll, _ in mine], [ll for ll, _ in resident], atol=2e-4)
     assert exported.model.engine.summary().demand_bytes > 0   # it was the engine that computed
+    del exported
+    gc.collect()
+    assert not any(thread.name.startswith("reader") for thread in threading.enumerate())
     with pytest.raises(ConfigError, match="the engine computes on the CPU"):
         load(tmp_path / "out", device="cuda")
 

@@ -72,7 +72,8 @@ def test_every_way_of_prefetching_changes_no_token(more):
     with opened(h.folder, prefetch=Prefetch(**{"source": "next_router", "horizon": 1} | more)) as engine:
         assert same_logits(h, engine)
         engine.experts.quiet()
-        assert engine.summary().ledger.issued > 0 and engine.experts.leaked() == 0
+        ledger = engine.summary().ledger   # whether a disk is idle at a guess is a matter of its speed
+        assert ledger.issued + (ledger.held_back if more.get("guard") else 0) > 0 and engine.experts.leaked() == 0
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
