@@ -30,8 +30,7 @@ def rank(spec: dict) -> None:
     with distributed.team("cpu") as team:
         trainer = object.__new__(distributed.DistributedTrainer)
         trainer.config, trainer.step, trainer.autocast, trainer.team, trainer.engine, trainer.leader = config, 0, None, team, spec["engine"], team.leader
-        source = Batches(config.model.vocab_size)
-        trainer.stream = type("Rows", (), {"batch": staticmethod(lambda step, B, T, rows=slice(None): source.batch(step, B, T)[rows])})
+        trainer.stream = Batches(config.model.vocab_size)
         trainer.model, trainer.predictor, trainer.optimizer = build_parts(config)
         whole = distributed._Whole(trainer.model, trainer.predictor)
         trainer.whole_module = trainer._sharded(whole) if spec["engine"] == "fsdp" else trainer._replicated(whole)

@@ -128,8 +128,8 @@ class Batches:
         weights = 1.0 / np.arange(1, vocab_size + 1)
         self.p, self.vocab_size, self.numpy = weights / weights.sum(), vocab_size, np
 
-    def batch(self, step: int, batch_size: int, context: int):
-        return self.numpy.random.default_rng(step).choice(self.vocab_size, size=(batch_size, context + 1), p=self.p)
+    def batch(self, step: int, batch_size: int, context: int, rows: slice = slice(None)):
+        return self.numpy.random.default_rng(step).choice(self.vocab_size, size=(batch_size, context + 1), p=self.p)[rows]
 
 
 def our_step(config, *, mask: bool):
