@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from predmoe import distributed, provenance, sharding
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, build
-from predmoe.data import prepare
+from predmoe.data import Tokens, prepare
 from predmoe.locking import FolderLock, describe
 from predmoe.model import load_checkpoint
 from predmoe.posthoc import heads_file, measure
@@ -36,11 +36,23 @@ def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKP
     options = {"checkpoint_seconds": checkpoint_seconds, "pause_after": pause_after, "progress": progress}
     trainer = Trainer(config, folder, **options) if team is None else distributed.DistributedTrainer(config, folder, team, engine=engine, **options)
     source = folder / "provenance.json"
+    begun = read_json(source).get("data_hash", trainer.tokens.hash) if trainer.resumable and source.exists() else trainer.tokens.hash
+    if begun != trainer.tokens.hash:
+        raise TrainingError(f"the text of {config.data.corpus!r} has changed since this run began (it was {begun}, now {trainer.tokens.hash}): restore it, or remove {folder} to train the run anew")
     if trainer.leader:
         if not trainer.resumable or not source.exists():
             write_json(source, provenance.capture() | {"data_hash": trainer.tokens.hash} | ({"device": trainer.device_report} if trainer.device_report else {}))
         distributed.record(source, distributed.description(team.size if team else 1, engine, config.train.device))
     trainer.train()
+
+
+def text_of(folder: Path, config: RunConfig) -> Tokens:
+    """The text of a finished run. Raises ConfigError where it, or the checkpoint, is no longer what the run ended with."""
+    ended, tokens = read_json(folder / "finished.json"), prepare(config.data)
+    for what, key, found in ((f"the text of {config.data.corpus!r}", "data_hash", tokens.hash), ("the checkpoint's weights", "weights", weights_hash(folder / "checkpoint"))):
+        if ended.get(key, found) != found:
+            raise ConfigError(f"{what} changed after the run {folder} ended (it was {ended[key]}, now {found}): restore it, or remove the folder to train the run again")
+    return tokens
 
 
 def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target: Path, *, progress=print) -> None:
@@ -52,12 +64,12 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
     torch.set_num_threads(config.train.threads)
     # Read before the fit, which takes minutes: a damaged file stops it at once.
     timing, trained_by = read_json(folder / "timing.json", TIMING), read_json(folder / "provenance.json")
-    terms = [line["terms"] for line in read_lines(folder / "metrics.jsonl") if "terms" in line]
+    terms = [line["terms"] for line in read_lines(folder / "metrics.jsonl") if "terms" in line and line.get("step") == config.train.steps]
     if not terms:
-        raise ConfigError(f"{folder / 'metrics.jsonl'} has no training step; restore it from a copy, or remove the folder {folder} to train the run again")
+        raise ConfigError(f"{folder / 'metrics.jsonl'} has not the last training step; restore it from a copy, or remove the folder {folder} to train the run again")
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
     cotrained = load_predictor(folder / "checkpoint", config)
-    result, fitted = measure(model, cotrained, config, prepare(config.data), posthoc, progress=progress)
+    result, fitted = measure(model, cotrained, config, text_of(folder, config), posthoc, progress=progress)
     result["terms_nats"] = terms[-1]
     result["seconds"]["train"] = timing["seconds"]
     result["tokens_per_second"] = timing["tokens_per_second"]
@@ -78,7 +90,7 @@ def measure_further(folder: Path, config: RunConfig, how: LocalityConfig | Downs
     check_device(config.train.device)
     torch.set_num_threads(config.train.threads)
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
-    tokens = prepare(config.data)
+    tokens = text_of(folder, config)
     # Imported here: one loads numba, the other the harness, neither of which training needs.
     if isinstance(how, LocalityConfig):
         from predmoe import measure_locality

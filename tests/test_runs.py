@@ -17,7 +17,7 @@ from predmoe import paths, runs, worker
 from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PredictorConfig
 from predmoe.posthoc import heads_file, load_heads
 from predmoe.runs import RunFailed, get_or_fit, get_or_measure, get_or_train, open_run, posthoc_name
-from predmoe.train import Trainer
+from predmoe.train import Trainer, TrainingError
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,28 @@ def test_other_bits_than_before_are_told_and_no_measurement_of_the_other_weights
     for how in (POSTHOC, other):
         found = json.loads((folder / f"{posthoc_name(how)}.json").read_text())
         assert (found["val_loss"], found["weights"]) == (mine["val_loss"], weights) and mine["weights"] == weights
+
+
+@pytest.mark.parametrize("key, said", [("data_hash", "the text of .* changed after the run"), ("weights", "the checkpoint's weights changed after the run")])
+def test_a_run_whose_text_or_weights_changed_is_not_measured(pair, measured, tmp_path, capsys, key, said):
+    folder = shutil.copytree(measured[0] / pair[1].hash, tmp_path / pair[1].hash)
+    name = posthoc_name(POSTHOC)
+    (folder / f"{name}.json").unlink()
+    (folder / "finished.json").write_text(json.dumps(json.loads((folder / "finished.json").read_text()) | {key: "0" * 12}))
+    assert worker.main([str(folder), "--posthoc", name]) == 2
+    assert re.search(said + r".*restore it, or remove the folder", capsys.readouterr().err) and not (folder / f"{name}.json").exists()
+
+
+def test_a_run_goes_on_with_no_other_text(pair, measured, corpus, tmp_path):
+    """A run that was broken off, and its text changed since."""
+    config = tiny(corpus, seed=5)
+    folder = folder_of(config, tmp_path / "run")
+    trainer = Trainer(config, folder)
+    trainer.restore()
+    trainer.save()
+    (folder / "provenance.json").write_text('{"data_hash": "0123456789ab"}')
+    with pytest.raises(TrainingError, match="has changed since this run began .it was 0123456789ab, now .*remove .* to train the run anew"):
+        worker.train(folder, config)
 
 
 @pytest.mark.parametrize("folder", sorted((paths.ROOT / "outputs").glob("*/runs/*/")), ids=lambda folder: folder.name)
