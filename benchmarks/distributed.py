@@ -91,8 +91,8 @@ def main() -> None:
 
     single, joint = (Stepper(name, size="cpu", threads=1, warmup=options.warmup) for name in (OURS, JOINT))
     pairs = [Pair(engine, options) for engine in options.engines]
-    for _ in range(options.rounds):
-        for stepper in (single, joint):
+    for turn in range(options.rounds):
+        for stepper in ((single, joint), (joint, single))[turn % 2]:   # neither is always first
             stepper.rounds.append(stepper.ask({"steps": options.steps}))
         for pair in pairs:
             pair.ask()
