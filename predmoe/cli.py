@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno in UNUSABLE and error.filename:
             return _say(f"cannot use {error.filename}: {error.strerror}; name another folder or change its permissions", 2)
+        if error.errno == errno.ENOENT and "temporary directory" in str(error):   # what torch imports asks for one, which a full disk has not
+            return _say(f"{error.strerror}: free some space there, or set TMPDIR to a folder that has some", 2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return _say(f"no space left for {error.filename or 'a file'}; free some and run the same command again, what is finished is kept", 2)

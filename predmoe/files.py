@@ -23,6 +23,14 @@ def write_json(path: Path, value) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def reason(error: BaseException) -> BaseException:
+    """The system's own error that `error` came of, or `error`: torch hides a failed write behind one of its own about positions in the file."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
+
+
 def read_json(path: Path, needed: Mapping[str, type | tuple] = {}, *, remedy: str = "") -> dict:
     """The object that `write_json` wrote. Raises ConfigError where the file is damaged, or lacks an entry of `needed`, name -> its type."""
     remedy = remedy or f"remove the folder {path.parent} to make it again"

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import config, downstream_study, execute, runs, studies
+from .files import read_json
 from .model import count_parameters
-from .train import TIMING, read_json
+from .train import TIMING
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from predmoe import gpu, sharding
 from predmoe.config import ConfigError, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe.evaluation import Heads, evaluate
-from predmoe.files import read_json, read_lines, write_json  # noqa: F401  read_lines for those who read runs
+from predmoe.files import read_json, reason, write_json
 from predmoe.loader import Loader
 from predmoe.model import MoEModel, save_checkpoint
 from predmoe.objectives import stack, terms
@@ -156,7 +156,7 @@ class Trainer:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a failed write
             kept = "the last good checkpoint stays" if self._state.exists() else "no earlier checkpoint exists"
-            raise TrainingError(f"cannot save step {self.step} in {self.folder}: {error}; {kept}; free some space and run again") from error
+            raise TrainingError(f"cannot save step {self.step} in {self.folder}: {reason(error)}; {kept}; free some space and run again") from error
 
     def save(self) -> None:
         """Replace the checkpoint as a whole or not at all."""

@@ -16,12 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from predmoe import distributed, provenance, sharding
+from predmoe.children import end_with_parent, last_words, say
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, build
 from predmoe.data import Tokens, prepare
+from predmoe.files import read_json, read_lines, reason, write_json
 from predmoe.locking import FolderLock, describe
 from predmoe.model import load_checkpoint
 from predmoe.posthoc import heads_file, measure
-from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, is_complete, load_predictor, read_json, read_lines, weights_hash, write_json
+from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, is_complete, load_predictor, weights_hash
 
 FURTHER = {"locality": LocalityConfig, "downstream": DownstreamConfig}   # measurements besides the post-hoc one
 
@@ -114,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", default="ddp", help="under torchrun: ddp (each process has the whole model) or fsdp (each has a part) or hsdp (a part of its node's)")
     options = parser.parse_args(arguments)
     folder = options.folder
-    say = lambda line: print(line, flush=True)  # noqa: E731
+    end_with_parent()
     try:
         config = build(RunConfig, read_json(folder / "config.json"))
         with contextlib.ExitStack() as held:
@@ -139,12 +141,10 @@ def main(arguments: list[str] | None = None) -> int:
                     measure_further(folder, config, build(made_by, read_json(folder / f"{name}.config.json")), target, progress=say)
     except (ConfigError, TrainingError) as error:
         distributed.report(error)
-        print(f"predmoe: {error}", file=sys.stderr, flush=True)
-        return 2
+        return last_words(str(error))
     except (OSError, SafetensorError) as error:
         distributed.report(error)
-        print(f"predmoe: cannot work in {folder}: {error}; what is finished stays; remove the cause and run again", file=sys.stderr, flush=True)
-        return 2
+        return last_words(f"cannot work in {folder}: {reason(error)}; what is finished stays; remove the cause and run again")
     return 0
 
 

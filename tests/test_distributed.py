@@ -20,9 +20,10 @@ from predmoe import cli, runs, sharding, worker
 from predmoe.config import ConfigError, DataConfig, to_dict
 from predmoe.data import prepare
 from predmoe.distributed import ENGINES, DistributedTrainer, description, record
+from predmoe.files import write_json
 from predmoe.launch import first, sentence
 from predmoe.model import load_checkpoint
-from predmoe.train import Trainer, TrainingError, load_predictor, write_json
+from predmoe.train import Trainer, TrainingError, load_predictor
 
 STEPS = 50
 

@@ -20,8 +20,9 @@ from tiny_runs import JOINT, STEPS, finished, folder_of, lines, results, tiny
 
 from predmoe import train, worker
 from predmoe.config import ConfigError, RunConfig, TrainConfig, build, to_dict
+from predmoe.files import write_json
 from predmoe.model import load_checkpoint
-from predmoe.train import LOG_EVERY, Trainer, TrainingError, build_parts, learning_rate, load_predictor, write_json
+from predmoe.train import LOG_EVERY, Trainer, TrainingError, build_parts, learning_rate, load_predictor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -321,6 +322,7 @@ def test_a_finished_run_is_left_alone_and_a_lost_checkpoint_is_trained_again(cor
 def full_disk_sentence(text: str) -> str:
     last = text.strip().splitlines()[-1]
     assert last.startswith("predmoe: cannot save step") and "free some space and run again" in last and "Traceback" not in text, text
+    assert any(said in last for said in ("File too large", "No space left on device")), "the system's own words, not those that torch hides them behind"
     return last
 
 
