@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from predmoe import children
-from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, build, stable_hash, to_dict
-from predmoe.files import read_json, read_lines, write_json
+from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
+from predmoe.files import read_config, read_json, read_lines, write_json
 from predmoe.posthoc import heads_file
-from predmoe.train import is_complete
+from predmoe.train import TIMING, is_complete, is_finished
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.path / "finished.json").exists()
+        return is_finished(self.path)
 
     @property
     def has_checkpoint(self) -> bool:
@@ -73,6 +73,16 @@ class Run:
     def metrics(self) -> list[dict]:
         """The lines of metrics.jsonl: training terms, dev evaluations, and the final held-out one."""
         return read_lines(self.path / "metrics.jsonl")
+
+    def check(self) -> None:
+        """Raise ConfigError where a small file of the run is damaged; one that is missing is not."""
+        if (source := self.path / "config.json").exists() and (found := read_config(source, RunConfig).hash) != self.config.hash:
+            raise ConfigError(f"{source} describes run {found}, not {self.config.hash}; restore it, or remove its folder")
+        for name, needed in (("timing.json", TIMING), ("provenance.json", {})):
+            if (source := self.path / name).exists():
+                read_json(source, needed)
+        if (self.path / "metrics.jsonl").exists() and self.finished:   # of an unfinished run the last line may be half written
+            self.metrics()
 
     def measurement(self, how: Measurement) -> dict | None:
         """The measurement, or None where there is none. Raises ConfigError where its file is damaged."""
@@ -117,7 +127,7 @@ def open_run(config: RunConfig, store: Path) -> Run:
     source = path / "config.json"
     if not source.exists():
         write_json(source, to_dict(config))
-    elif (found := build(RunConfig, read_json(source)).hash) != config.hash:
+    elif (found := read_config(source, RunConfig).hash) != config.hash:
         raise ConfigError(f"{source} describes run {found}, not {config.hash}; restore it, or remove its folder")
     return Run(path, config)
 

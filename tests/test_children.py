@@ -59,7 +59,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_child_ends_with_its_parent_however_that_ends(tmp_path, how):
     log = tmp_path / "log.txt"
     with subprocess.Popen([sys.executable, "-c", PARENT, str(log)], stdout=subprocess.PIPE, text=True) as parent:
