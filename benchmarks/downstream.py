@@ -27,7 +27,8 @@ def main() -> None:
     from predmoe.config import DownstreamConfig, tier
     from predmoe.data import prepare
     from predmoe.downstream import load
-    from predmoe.model import MoEModel, save_checkpoint
+    from predmoe.checkpoint import save_checkpoint
+    from predmoe.model import MoEModel
 
     torch.set_num_threads(1)
     run = tier(options.tier)

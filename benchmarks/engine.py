@@ -23,10 +23,11 @@ import torch
 from steps import arguments, markdown, write
 
 from predmoe import config, engine_study, gguf_file, peers
+from predmoe.checkpoint import dense_entries, expert_entries, save_checkpoint
 from predmoe.config import ModelConfig
 from predmoe.engine import Engine, export, stored_model
 from predmoe.engine.machine import measure_disk
-from predmoe.model import MoEModel, dense_entries, expert_entries, save_checkpoint
+from predmoe.model import MoEModel
 from predmoe.process import peak_resident_bytes
 from predmoe.simulator import Cache, Prefetch
 

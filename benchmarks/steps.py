@@ -175,7 +175,8 @@ def their_step(config, implementation: str):
     import torch
     from transformers import OlmoeForCausalLM
 
-    from predmoe.model import MoEModel, save_checkpoint
+    from predmoe.checkpoint import save_checkpoint
+    from predmoe.model import MoEModel
     from predmoe.train import learning_rate
 
     m, t = config.model, config.train

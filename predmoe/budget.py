@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import psutil
+import torch
+
 from predmoe.config import ConfigError, ModelConfig, RunConfig, tier
 from predmoe.kernels import GPU_HEAD_ROWS, HEAD_BLOCK, HEAD_ROWS
 from predmoe.model import count_parameters
@@ -107,6 +110,25 @@ def step_memory(config: RunConfig, *, sequences: int | None = None) -> dict[str,
         "gradients": 4.0 * P + layer_bytes(m, half) * N + 8.0 * D * N,
     }
     return {"held": 12.0 * P, "step": max(moments.values()), "kept": kept, **{f"at {name}": value for name, value in moments.items()}}
+
+
+def check_memory(config: RunConfig, available: int | None = None) -> None:
+    """Raise ConfigError where what a process holds between steps is more than the machine's memory, or `available` bytes: it would be killed sooner or later."""
+    available = psutil.virtual_memory().total if available is None else available
+    if step_memory(config)["held"] > available:
+        raise ConfigError(too_large(config, f"this machine has {available:,}"))
+
+
+def too_large(config: RunConfig, why: str) -> str:
+    """The sentence about a run that does not fit into memory."""
+    count = parameters(config)
+    return (f"the model is too large for memory: training its {count['total'] + count['heads']:,} parameters holds {step_memory(config)['held']:,.0f} bytes, "
+            f"weights and AdamW's two moments alone ({why}); lower hidden_size, expert_size, num_experts, num_layers or vocab_size, or train it where more is")  # fmt: skip
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory could not be had, on the host or on a GPU."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def shards(cluster: Cluster, engine: str) -> int:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from .config import ConfigError, DataConfig
 from .corpora import corpus
-from .data import cache_folder, load_tokenizer, prepare, token_folder
+from .data import prepare
+from .paths import cache_folder
+from .token_files import sound, token_folder
+from .tokenizer import load_tokenizer
 
 LIMIT = 60_000_000   # bytes of an archive
 PARTS = {"tokens.bin", "documents.npz", "names.json", "meta.json"}
@@ -52,7 +55,8 @@ def unpack(archive: Path, *, cache: Path | None = None) -> Path:
             if len(folders) != 1 or {file.name for file in folders[0].iterdir()} != PARTS:
                 raise ConfigError(f"{archive} is no archive of tokens: make it with scripts/prepare_corpus.py")
             target = cache / "tokens" / folders[0].name
-            if not target.is_dir():
+            if not sound(target):
+                shutil.rmtree(target, ignore_errors=True)
                 target.parent.mkdir(exist_ok=True)
                 shutil.move(folders[0], target)
             if (ranks := Path(scratch) / "gpt2.tiktoken").is_file():
@@ -63,5 +67,5 @@ def unpack(archive: Path, *, cache: Path | None = None) -> Path:
 
 
 def is_here(config: DataConfig) -> bool:
-    """Whether the tokens of the corpus are in the cache folder, so that nothing has to be read or fetched."""
-    return token_folder(corpus(config.corpus), load_tokenizer(config.tokenizer), cache_folder()).is_dir()
+    """Whether the tokens of the corpus are in the cache folder and undamaged, so that nothing has to be read or fetched."""
+    return sound(token_folder(corpus(config.corpus), load_tokenizer(config.tokenizer), cache_folder()))

@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno in UNUSABLE and error.filename:
             return _say(f"cannot use {error.filename}: {error.strerror}; name another folder or change its permissions", 2)
+        if error.errno == errno.ENOENT and "temporary directory" in str(error):   # what torch imports asks for one, which a full disk has not
+            return _say(f"{error.strerror}: free some space there, or set TMPDIR to a folder that has some", 2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return _say(f"no space left for {error.filename or 'a file'}; free some and run the same command again, what is finished is kept", 2)
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--verbose", action="store_true", help="show what the notebooks print while they run")
     command.set_defaults(command=_report)
 
-    command = commands.add_parser("plan", help="print the runs that a profile's notebooks need: done, missing, and the time left")
+    command = commands.add_parser("plan", help="print the runs that a profile's notebooks need: done, to be measured, missing, and the time left")
     command.add_argument("--profile", default="cpu", help="smoke, or a name that params/*/NAME.yaml has (default: cpu)")
     command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number")
     command.add_argument("--train", "--run", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
@@ -124,7 +126,8 @@ def _plan(options) -> int:
     if options.worker and not options.train:
         raise ConfigError("--worker works runs off: write --run --worker")
     items = plan.plan(options.profile, options.only)
-    print(plan.tell(items, options.parallel))
+    only = f" --only {' '.join(options.only)}" if options.only else ""
+    print(plan.tell(items, options.parallel, "" if options.train else f"predmoe plan --profile {options.profile}{only} --parallel {options.parallel} --train"))
     report = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     if options.train:
         try:
@@ -220,6 +223,6 @@ def sections(changes: Sequence[str]) -> dict[str, dict]:
             raise ConfigError(f"--set {change!r} is not SECTION.FIELD=VALUE, such as train.steps=200")
         try:
             sections.setdefault(section, {})[field] = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):   # an integer of thousands of digits is no YAMLError
             raise ConfigError(f"--set {change!r}: the value is not YAML") from None
     return sections

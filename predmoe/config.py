@@ -7,13 +7,12 @@ after a release is therefore declared with `later(default)`; it enters the hash 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import math
 import re
-import types
-import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from predmoe.strict import (  # noqa: F401  what uses configurations has the machinery from here
+    ConfigError, at_least, build, choice, coerce, count, later, momentum, positive, stable_hash, to_dict, within,
+)  # fmt: skip
 
 ROUTINGS = ("topk", "early", "hash")
 PREDICTORS = ("linear", "ranking")
@@ -21,48 +20,8 @@ TARGETS = ("topk", "soft", "membership")
 GRADIENTS = ("input", "both")
 DTYPES = ("float32", "bfloat16")
 EVAL_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "openbookqa", "lambada_openai")   # the harness's own names
-MOST = 2**31 - 1             # of whatever is counted: beyond it sizes overflow far from where they were given
 MOST_THREADS = 4096
 SEEDS = (-(2**63), 2**63 - 1)   # what torch takes
-
-
-class ConfigError(ValueError):
-    """A parameter that cannot be used; the message says which, why, and what is possible."""
-
-
-def later(default):
-    """A field added after runs were published: omitted from the hash while it has its default."""
-    return field(default=default, metadata={"later": True})
-
-
-def _choice(name, value, allowed):
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
-
-
-def _at_least(name, value, least):
-    if not least <= value < math.inf:
-        raise ConfigError(f"{name}={value!r} must be at least {least}{'' if value < math.inf else ' and finite'}")
-
-
-def _count(name, value, least=1, most=MOST):
-    if not least <= value <= most:
-        raise ConfigError(f"{name}={value!r} must be at least {least}{f' and at most {most}' if value > most else ''}")
-
-
-def _positive(name, value):
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r} must be positive and finite")
-
-
-def _momentum(name, value):
-    if not 0.0 <= value < 1.0:   # at 1 the running mean never moves
-        raise ConfigError(f"{name}={value!r} must be at least 0 and below 1")
-
-
-def _within(name, value, low, high):
-    if not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} must lie in {low}..{high}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +49,16 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "expert_size", "num_experts", "context"):
-            _count(name, getattr(self, name))
+            count(name, getattr(self, name))
         for name in ("rope_theta", "rms_norm_eps", "init_std"):
-            _positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         if not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(f"top_k={self.top_k} must lie in 1..num_experts={self.num_experts}")
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
             raise ConfigError(f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} times an even head size")
-        _choice("routing", self.routing, ROUTINGS)
+        choice("routing", self.routing, ROUTINGS)
         if self.routing == "early":
-            _within("early_by", self.early_by, 1, self.num_layers - 1)
+            within("early_by", self.early_by, 1, self.num_layers - 1)
         elif self.early_by:
             raise ConfigError(f"early_by={self.early_by} needs routing='early', not {self.routing!r}")
 
@@ -117,7 +76,7 @@ class PredictorConfig:
     next_token: bool = later(False)
 
     def __post_init__(self):
-        _choice("predictor kind", self.kind, PREDICTORS)
+        choice("predictor kind", self.kind, PREDICTORS)
         nothing = not self.horizons and not self.next_token
         if nothing or any(h < 1 for h in self.horizons) or len(set(self.horizons)) != len(self.horizons):
             raise ConfigError(f"horizons={self.horizons} must be distinct positive layer counts")
@@ -151,9 +110,9 @@ class ObjectiveConfig:
 
     def __post_init__(self):
         for name in ("balance", "lambda_pred", "lambda_sticky", "lambda_ent", "lambda_lookup"):
-            _at_least(name, getattr(self, name), 0.0)
-        _choice("target", self.target, TARGETS)
-        _choice("gradient", self.gradient, GRADIENTS)
+            at_least(name, getattr(self, name), 0.0)
+        choice("target", self.target, TARGETS)
+        choice("gradient", self.gradient, GRADIENTS)
         if not 0.0 <= self.ramp_start <= self.ramp_end <= 1.0:
             raise ConfigError(f"ramp_start={self.ramp_start}, ramp_end={self.ramp_end} must satisfy 0 <= start <= end <= 1")
 
@@ -173,9 +132,9 @@ class DataConfig:
     dev_tokens: int = 32_768
 
     def __post_init__(self):
-        _count("order_seed", self.order_seed, 0, SEEDS[1])
+        count("order_seed", self.order_seed, 0, SEEDS[1])
         for name in ("shuffle_buffer", "heldout_tokens", "dev_tokens"):
-            _count(name, getattr(self, name))
+            count(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,21 +166,21 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "eval_every", "accumulate"):
-            _count(name, getattr(self, name))
+            count(name, getattr(self, name))
         if self.batch_size % self.accumulate:
             raise ConfigError(f"batch_size={self.batch_size} must be a multiple of accumulate={self.accumulate}: its parts are of equal size")
-        _count("threads", self.threads, 1, MOST_THREADS)
-        _count("warmup_steps", self.warmup_steps, 0)
+        count("threads", self.threads, 1, MOST_THREADS)
+        count("warmup_steps", self.warmup_steps, 0)
         for name in ("lr", "grad_clip", "predictor_lr_scale"):
-            _positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         for name in ("beta1", "beta2"):
-            _momentum(name, getattr(self, name))
-        _within("final_lr_fraction", self.final_lr_fraction, 0.0, 1.0)
-        _at_least("weight_decay", self.weight_decay, 0.0)
-        _choice("dtype", self.dtype, DTYPES)
+            momentum(name, getattr(self, name))
+        within("final_lr_fraction", self.final_lr_fraction, 0.0, 1.0)
+        at_least("weight_decay", self.weight_decay, 0.0)
+        choice("dtype", self.dtype, DTYPES)
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r} is unknown; choose one of cpu, cuda, cuda:N")
-        _within("seed", self.seed, *SEEDS)
+        within("seed", self.seed, *SEEDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,11 +203,11 @@ class PosthocConfig:
 
     def __post_init__(self):
         for name in ("tokens", "batch_tokens", "eval_every", "patience", "max_steps"):
-            _count(name, getattr(self, name))
-        _positive("lr", self.lr)
-        _within("min_gain", self.min_gain, 0.0, 1.0)
-        _within("seed", self.seed, *SEEDS)
-        _at_least("weight_decay", self.weight_decay, 0.0)
+            count(name, getattr(self, name))
+        positive("lr", self.lr)
+        within("min_gain", self.min_gain, 0.0, 1.0)
+        within("seed", self.seed, *SEEDS)
+        at_least("weight_decay", self.weight_decay, 0.0)
         if self.eval_every > self.max_steps:
             raise ConfigError(f"eval_every={self.eval_every} exceeds max_steps={self.max_steps}: the fit would end without one evaluation")
 
@@ -266,7 +225,7 @@ class LocalityConfig:
     fit: PosthocConfig = PosthocConfig()
 
     def __post_init__(self):
-        _count("segment", self.segment)
+        count("segment", self.segment)
         if not self.shares or any(not 0 < share <= 1 for share in self.shares) or len(set(self.shares)) != len(self.shares):
             raise ConfigError(f"shares={self.shares} must be distinct fractions of a layer's experts, above 0 and at most 1")
 
@@ -288,11 +247,11 @@ class DownstreamConfig:
 
     def __post_init__(self):
         for task in self.tasks:
-            _choice("task", task, EVAL_TASKS)
+            choice("task", task, EVAL_TASKS)
         if len(set(self.tasks)) != len(self.tasks):
             raise ConfigError(f"tasks={self.tasks} must be distinct")
         for name in ("items", "cloze", "seed", "peer_items"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         if not self.tasks and not self.cloze:
             raise ConfigError("tasks=() and cloze=0 leave nothing to measure downstream")
 
@@ -330,72 +289,6 @@ class RunConfig:
         scale = dataclasses.replace(self.train, predictor_lr_scale=1.0)
         objective = dataclasses.replace(self.objective, **unused)
         return stable_hash(self, train=scale, objective=objective, predictor=PredictorConfig())
-
-
-def to_dict(config) -> dict:
-    """Nested plain dict of a configuration, tuples as lists: what JSON and YAML hold."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def stable_hash(config, **instead) -> str:
-    """12 hex digits of the SHA-256 of the canonical JSON; fields declared `later` count only where they differ.
-
-    `instead`: fields of `config` that are hashed with these values, which need not fit the others.
-    """
-
-    def canonical(value, **instead):
-        if dataclasses.is_dataclass(value):
-            return {
-                f.name: canonical(instead.get(f.name, getattr(value, f.name)))
-                for f in dataclasses.fields(value)
-                if not (f.metadata.get("later") and getattr(value, f.name) == f.default)
-            }
-        return list(value) if isinstance(value, tuple) else value
-
-    text = json.dumps({type(config).__name__: canonical(config, **instead)}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def build(cls, params: dict):
-    """Construct `cls` (a configuration) from nested plain values; unknown names and wrong types are refused.
-
-    An int is taken for a float, a list for a tuple; nothing else is converted, so the string "3e-4" is an error.
-    """
-    if not isinstance(params, dict):
-        raise ConfigError(f"{cls.__name__} is built from a mapping, not from {type(params).__name__}")
-    hints = typing.get_type_hints(cls)
-    unknown = sorted(set(params) - set(hints))
-    if unknown:
-        raise ConfigError(f"unknown parameter {', '.join(unknown)} for {cls.__name__}; it has {', '.join(hints)}")
-    missing = [f.name for f in dataclasses.fields(cls) if f.name not in params and f.default is dataclasses.MISSING]
-    if missing:
-        raise ConfigError(f"{cls.__name__} lacks {', '.join(missing)}")
-    return cls(**{name: coerce(f"{cls.__name__}.{name}", value, hints[name]) for name, value in params.items()})
-
-
-def coerce(name: str, value, kind):
-    """`value` as `kind`, or a ConfigError that names it. int -> float and list -> tuple are the only conversions."""
-    if dataclasses.is_dataclass(kind):
-        return value if isinstance(value, kind) else build(kind, value)
-    origin = typing.get_origin(kind)
-    if origin is types.UnionType:
-        for option in typing.get_args(kind):
-            try:
-                return coerce(name, value, option)
-            except ConfigError:
-                continue
-        raise ConfigError(f"{name}={value!r} must be one of {kind}")
-    if kind is type(None) and value is None:
-        return None
-    if origin in (tuple, list) and isinstance(value, (list, tuple)):
-        item = typing.get_args(kind)[0]
-        return origin(coerce(f"{name}[{i}]", v, item) for i, v in enumerate(value))
-    if kind is float and type(value) is int:
-        return float(value)
-    if not origin and type(value) is kind:
-        return value
-    hint = " (YAML reads 3e-4 as text: write 3.0e-4)" if kind is float and isinstance(value, str) else ""
-    raise ConfigError(f"{name}={value!r} is {type(value).__name__}, not {getattr(kind, '__name__', kind)}{hint}")
 
 
 @dataclass(frozen=True)
@@ -446,7 +339,7 @@ def tier(name: str, *, seed: int | None = None, **sections) -> RunConfig:
 
     `seed` is the initialisation seed (train.seed). Raises ConfigError for an unknown tier, section, field or type.
     """
-    _choice("tier", name, tuple(TIERS))
+    choice("tier", name, tuple(TIERS))
     base = TIERS[name]
     parts = {name: to_dict(getattr(base, name)) for name in ("model", "train", "data", "objective")}
     parts["predictor"] = to_dict(PredictorConfig())

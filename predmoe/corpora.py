@@ -11,6 +11,7 @@ import os
 import re
 import sqlite3
 import sysconfig
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from predmoe.config import ConfigError
+from predmoe.files import parse_json
 
 
 LONGEST_SPACE = 100_000  # the pattern engine of tiktoken gives up on runs several times as long
@@ -226,6 +228,10 @@ def _code() -> Iterator[Document]:
 # -------------------------------------------------------------------------------------------------- hub, local files
 
 
+REACH_SECONDS = 5.0
+_UNREACHABLE = "corpus='fineweb-edu' cannot be read from the Hugging Face hub ({}); connect to the network, or use corpus='offline' or corpus='files:PATH'"
+
+
 class FinewebEdu:
     """The first `count` documents of FineWeb-Edu's sample-10BT, streamed; the default holds about 40M GPT-2 tokens.
 
@@ -242,18 +248,36 @@ class FinewebEdu:
         import datasets  # these two are slow to import, and needed here only
         import httpx
 
+        _reach_hub()
         try:
             stream = datasets.load_dataset("HuggingFaceFW/fineweb-edu", "sample-10BT", split="train", streaming=True)
             for row in islice(stream, self.count):
                 yield Document("web", row["id"], row["text"].strip())
         except (OSError, httpx.HTTPError) as error:
-            raise ConfigError(
-                f"corpus='fineweb-edu' cannot be read from the Hugging Face hub ({type(error).__name__}); connect to the "
-                "network, or use corpus='offline' or corpus='files:PATH'"
-            ) from error
+            raise ConfigError(_UNREACHABLE.format(type(error).__name__)) from error
 
     def key(self) -> str:
         return hashlib.sha256(f"HuggingFaceFW/fineweb-edu sample-10BT {self.count}".encode()).hexdigest()
+
+
+def _reach_hub() -> None:
+    """Raise ConfigError within seconds where the hub does not answer: `datasets` would try for half a minute without a word."""
+    import httpx
+    from huggingface_hub import constants
+
+    failed = []
+
+    def ask():
+        try:
+            httpx.head(constants.ENDPOINT, timeout=REACH_SECONDS)
+        except (OSError, httpx.HTTPError) as error:
+            failed.append(type(error).__name__)
+
+    asking = threading.Thread(target=ask, daemon=True)   # finding an address knows no time limit
+    asking.start()
+    asking.join(REACH_SECONDS)
+    if failed or asking.is_alive():
+        raise ConfigError(_UNREACHABLE.format(failed[0] if failed else f"no answer within {REACH_SECONDS:g} s"))
 
 
 class LocalFiles:
@@ -274,16 +298,25 @@ class LocalFiles:
             if path.is_dir():
                 for file in sorted(path.rglob("*")):
                     if file.suffix in self.suffixes and file.is_file():
-                        yield from _file(file, path.resolve().name, f"{number}/{file.relative_to(path).as_posix()}")
+                        yield from _file(file, _name(path.resolve(), path.resolve().name), _name(file, f"{number}/{file.relative_to(path).as_posix()}"))
             elif not path.exists():
                 raise ConfigError(f"corpus 'files': {path} does not exist")
             elif path.suffix not in self.suffixes:
                 raise ConfigError(f"corpus 'files': {path} is neither a directory nor one of {', '.join(self.suffixes)}")
             else:
-                yield from _file(path, "text", f"{number}/{path.name}")
+                yield from _file(path, "text", _name(path, f"{number}/{path.name}"))
 
     def key(self) -> str:
         return contents_key(self.documents())
+
+
+def _name(path: Path, name: str) -> str:
+    """`name`, made of `path`'s own. Raises ConfigError where that is no text: a document's name is hashed, and written to a file."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"corpus 'files': the name of {os.fsencode(path)!r} is not UTF-8; rename it, for example with convmv") from None
+    return name
 
 
 def _file(path: Path, domain: str, name: str) -> Iterator[Document]:
@@ -302,9 +335,11 @@ def _json_lines(path: Path, domain: str, name: str) -> Iterator[Document]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno})") from None
+            except ValueError as error:   # an integer of thousands of digits, or lists within lists by the thousand
+                raise ConfigError(f"{path}, line {number}: cannot be read ({error})") from None
             if not isinstance(row, dict) or not isinstance(row.get("text"), str):
                 raise ConfigError(f'{path}, line {number}: must be an object with a string "text"')
             if not isinstance(row.get("domain", ""), str):

@@ -7,105 +7,21 @@ and of the sizes asked for: whole documents, stratified by domain, chosen by a h
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import json
-import os
-import shutil
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
 from predmoe.config import ConfigError, DataConfig
-from predmoe.corpora import Corpus, Document, corpus, distinct
+from predmoe.corpora import corpus
+from predmoe.paths import cache_folder
+from predmoe.token_files import contents, token_folder
+from predmoe.tokenizer import Tokenizer, load_tokenizer
 
 # B batch, T time, W windows of an evaluation set, S tokens of the whole file, D documents
-
-FORMAT = 1  # of the cache folder; a change makes old folders unknown
-ENDOFTEXT = "<|endoftext|>"
-GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-
-
-# -------------------------------------------------------------------------------------------------------- tokenizer
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """A byte-level BPE; any text survives encode and decode. `hash` covers its split pattern and every rank."""
-
-    name: str
-    encoding: tiktoken.Encoding
-    hash: str
-
-    @property
-    def vocab_size(self) -> int:
-        return self.encoding.n_vocab
-
-    @property
-    def eot(self) -> int:
-        return self.encoding.eot_token
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; "<|endoftext|>" written in the text is ordinary text."""
-        return self.encoding.encode_ordinary(text)
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return self.encoding.encode_ordinary_batch(texts, num_threads=min(os.cpu_count() or 1, 8))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.encoding.decode([int(i) for i in ids])
-
-
-@functools.cache
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer `name`: "bpe8k" (8,192 entries, shipped with the package) or "gpt2" (50,257, fetched by tiktoken).
-
-    Raises ConfigError for an unknown name, and where GPT-2's files cannot be had.
-    """
-    if name == "bpe8k":
-        # Not by tiktoken's own loader: it keeps a copy by path, and so would miss a change of the file.
-        lines = (resources.files("predmoe") / "assets" / "bpe8k.tiktoken").read_bytes().split(b"\n")
-        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
-        encoding = tiktoken.Encoding(name, pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={ENDOFTEXT: len(ranks)})
-    elif name == "gpt2":
-        try:
-            encoding = carried_gpt2() or tiktoken.get_encoding("gpt2")
-        except OSError as error:  # requests' errors are OSErrors
-            raise ConfigError(
-                f"tokenizer='gpt2': its files cannot be fetched ({type(error).__name__}); connect to the network once, point "
-                "TIKTOKEN_CACHE_DIR at a filled cache, or use tokenizer='bpe8k'"
-            ) from None
-    else:
-        raise ConfigError(f"tokenizer={name!r} is unknown; choose one of bpe8k, gpt2")
-    digest = hashlib.sha256(encoding._pat_str.encode())
-    for index in range(encoding.n_vocab):
-        token = encoding.decode_single_token_bytes(index)
-        digest.update(b"%d:%b" % (len(token), token))
-    return Tokenizer(name, encoding, digest.hexdigest()[:16])
-
-
-def cache_folder() -> Path:
-    """$PREDMOE_CACHE, else ~/.cache/predmoe."""
-    return Path(os.environ.get("PREDMOE_CACHE") or "~/.cache/predmoe").expanduser()
-
-
-def carried_gpt2() -> tiktoken.Encoding | None:
-    """GPT-2's encoding from gpt2.tiktoken in the cache folder, where `carry.unpack` left it: the same as tiktoken's, without a network."""
-    source = cache_folder() / "gpt2.tiktoken"
-    if not source.is_file():
-        return None
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in source.read_bytes().splitlines())}
-    return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={ENDOFTEXT: len(ranks)})
 
 
 # ------------------------------------------------------------------------------------------------------- token files
@@ -159,7 +75,10 @@ class Tokens:
     @functools.cached_property
     def names(self) -> list[str]:
         """The documents' names, by index."""
-        return json.loads((self.folder / "names.json").read_text())
+        try:
+            return json.loads((self.folder / "names.json").read_text())
+        except ValueError:
+            raise ConfigError(f"{self.folder / 'names.json'} is damaged; delete its folder and run again") from None
 
     def document(self, index: int) -> np.ndarray:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
@@ -199,110 +118,15 @@ def prepare(config: DataConfig, *, cache: Path | None = None, tokenizer: Tokeniz
     """
     source, tokenizer = corpus(config.corpus), tokenizer or load_tokenizer(config.tokenizer)
     folder = token_folder(source, tokenizer, cache or cache_folder())
-    if not folder.is_dir():
-        _encode(config, source, tokenizer, folder)
-    meta = json.loads((folder / "meta.json").read_text())
-    with np.load(folder / "documents.npz") as table:
-        offsets, domain, lot = table["offsets"], table["domain"], table["lot"]
-    tokens = np.memmap(folder / "tokens.bin", dtype=meta["dtype"], mode="r")
-    if len(tokens) != offsets[-1]:  # a machine that went down may have kept the name but not the bytes
-        raise ConfigError(f"token file {folder / 'tokens.bin'} has {len(tokens)} tokens instead of {offsets[-1]}; delete its folder and run again")
-    split = _split(config, np.diff(offsets), domain, lot, meta["domains"])
-    digest = hashlib.sha256(meta["hash"].encode())
+    found = contents(config, source, tokenizer, folder)
+    split = _split(config, np.diff(found.offsets), found.domain, found.lot, found.domains)
+    digest = hashlib.sha256(found.hash.encode())
     for part in (split.heldout, split.dev):
         digest.update(part.astype("<i8").tobytes())
     return Tokens(
-        tokens=tokens, offsets=offsets, domain=domain, domains=tuple(meta["domains"]), split=split, config=config,
+        tokens=found.tokens, offsets=found.offsets, domain=found.domain, domains=tuple(found.domains), split=split, config=config,
         tokenizer=tokenizer, folder=folder, hash=digest.hexdigest()[:16],
     )
-
-
-def token_folder(source: Corpus, tokenizer: Tokenizer, cache: Path) -> Path:
-    """Where the tokens of a corpus lie, by its key and the tokenizer's hash."""
-    address = hashlib.sha256(f"{FORMAT} {source.key()} {tokenizer.hash}".encode()).hexdigest()[:16]
-    return cache / "tokens" / f"{source.name}-{tokenizer.name}-{address}"
-
-
-def _encode(config: DataConfig, source: Corpus, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokens.bin, documents.npz, names.json and meta.json into `folder`, which appears complete or not at all."""
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    progress = _Progress(f"encoding {config.corpus} with {config.tokenizer}")
-    names, domains, lots, encoded = [], [], [], []
-    for batch in _batches(distinct(source.documents())):
-        for document, ids in zip(batch, tokenizer.encode_batch([document.text for document in batch])):
-            names.append(document.name)
-            domains.append(document.domain)
-            lots.append(hashlib.sha256(f"{document.domain}\0{document.name}".encode()).digest()[:16])
-            encoded.append(np.array([*ids, tokenizer.eot], dtype=dtype))
-        progress.add(len(batch), sum(len(ids) for ids in encoded[-len(batch) :]))
-    progress.close()
-    if not encoded:
-        raise ConfigError(f"corpus={config.corpus!r} has no text: every document is empty, or there is none")
-    # One half of the lot orders the file, the other draws the split, so that the two are independent.
-    order = sorted(range(len(lots)), key=lots.__getitem__)
-    kinds = sorted(set(domains))
-    table = {
-        "offsets": np.cumsum([0, *(len(encoded[i]) for i in order)]),
-        "domain": np.array([kinds.index(domains[i]) for i in order], dtype=np.int16),
-        "lot": np.array([int.from_bytes(lots[i][8:]) for i in order], dtype=np.uint64),
-    }
-    digest = hashlib.sha256(json.dumps([kinds, dtype.str]).encode())
-    for column in table.values():
-        digest.update(column.astype(column.dtype.newbyteorder("<")).tobytes())
-    temporary = None
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
-        with open(temporary / "tokens.bin", "wb") as file:
-            for i in order:
-                raw = encoded[i].tobytes()
-                digest.update(raw)
-                file.write(raw)
-        np.savez(temporary / "documents.npz", **table)
-        (temporary / "names.json").write_text(json.dumps([names[i] for i in order]))
-        meta = {"corpus": config.corpus, "tokenizer": config.tokenizer, "dtype": dtype.str, "domains": kinds, "hash": digest.hexdigest()}
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        temporary.chmod(0o755)  # mkdtemp's folders are private, a cache on a shared disk is not
-        os.rename(temporary, folder)
-    except OSError as error:
-        if not folder.is_dir():  # else another process was first, with the same contents
-            raise ConfigError(f"cannot write token files under {folder.parent}: {error.strerror}; set PREDMOE_CACHE to another folder") from None
-    finally:
-        if temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _batches(documents: Iterator[Document], characters: int = 1 << 22) -> Iterator[list[Document]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= characters:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-class _Progress:
-    """A line on stderr, at most one a second and none for work of a second."""
-
-    def __init__(self, what: str):
-        self.what, self.documents, self.tokens = what, 0, 0
-        self.start = self.shown = time.monotonic()
-
-    def add(self, documents: int, tokens: int) -> None:
-        self.documents += documents
-        self.tokens += tokens
-        now = time.monotonic()
-        if now - self.shown >= 1:
-            self.shown = now
-            line = f"{self.what}: {self.documents:,} documents, {self.tokens:,} tokens, {now - self.start:.0f} s"
-            print(f"\r{line}", end="", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self.shown > self.start:
-            print(file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------------------------- split

@@ -10,7 +10,6 @@ one tree of tokens, whose common part is computed once; trees of like length sha
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +23,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from torch import Tensor
 
+from predmoe.checkpoint import find_checkpoint, load_checkpoint
 from predmoe.config import ConfigError, ModelConfig
-from predmoe.data import GPT2_SPLIT, Tokenizer, load_tokenizer
-from predmoe.model import MoEModel, find_checkpoint, load_checkpoint
+from predmoe.files import parse_json
+from predmoe.model import MoEModel
+from predmoe.tokenizer import GPT2_SPLIT, Tokenizer, load_tokenizer
 from predmoe.train import check_device
 
 BATCH_TOKENS = 2048   # of a forward pass: logits of as many positions are 64 MB at a vocabulary of 8,192
@@ -187,7 +188,7 @@ class Words(NamedTuple):
 
 
 def words_of(name: str | None, folder: Path) -> Words:
-    """The tokenizer `name` of `data.load_tokenizer`, or the tokenizer.json in `folder`. Raises ConfigError where there is none, or no end-of-text."""
+    """The tokenizer `name` of `tokenizer.load_tokenizer`, or the tokenizer.json in `folder`. Raises ConfigError where there is none, or no end-of-text."""
     if name is not None and name != "tokenizer.json":
         held = load_tokenizer(name)
         return Words(held.name, held.encode, held.decode, held.eot, held.vocab_size)
@@ -354,6 +355,6 @@ def _run_tokenizer(folder: Path) -> str | None:
     if folder.name != "checkpoint" or not source.is_file():
         return None
     try:
-        return json.loads(source.read_text())["data"]["tokenizer"]
+        return parse_json(source.read_text())["data"]["tokenizer"]
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{source} is damaged: it does not say which tokenizer its run has") from None

@@ -27,6 +27,7 @@ import numpy as np
 from . import paths
 from .config import EVAL_TASKS, ConfigError, DownstreamConfig
 from .data import Tokens
+from .files import parse_json
 
 CLOZE = "heldout_cloze"
 CLOZE_WORDS, CLOZE_CHOICES = 40, 4   # words of a passage, the last of them to be found; answers to choose from
@@ -149,7 +150,7 @@ def _json_rows(path: Path, task: str) -> list[dict]:
             continue
         where = f"{path.name}, line {number}"
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise ConfigError(f"{where} is not JSON: {error}; correct or remove the line") from None
         if not isinstance(row, dict):

@@ -21,7 +21,8 @@ from .data import prepare
 from .engine import Engine, export, stored_model
 from .engine.machine import measure_compute
 from .evaluation import evaluate
-from .model import MoEModel, load_checkpoint
+from .checkpoint import load_checkpoint
+from .model import MoEModel
 from .recording import choose_windows
 from .simulator import Cache, Compute, Disk, Prefetch, replay
 from .simulator import diskqueue as dq

@@ -32,6 +32,7 @@ from papermill.exceptions import PapermillExecutionError
 
 from . import paths
 from .config import ConfigError
+from .files import parse_json
 
 KERNEL = "python3"
 
@@ -292,7 +293,7 @@ def _parameters(notebook: Path, profile: str) -> dict | None:
         params = yaml.safe_load(source.read_text()) or {}
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:   # an integer of thousands of digits is no YAMLError
         raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(params, dict):
         raise ConfigError(f"{source} holds a {type(params).__name__}; it needs `name: value` lines")
@@ -343,7 +344,7 @@ def _changed(job: Job, inputs: Mapping[str, str]) -> list[str]:
     if not job.out.exists() or not job.record.exists():
         return ["not run yet"]
     try:
-        record = json.loads(job.record.read_text())
+        record = parse_json(job.record.read_text())
         before = record["inputs"] | {} if record["seconds"] >= 0 else {}
     except (ValueError, LookupError, TypeError):
         return ["executed.json is damaged"]

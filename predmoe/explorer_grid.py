@@ -24,6 +24,7 @@ import numpy as np
 from . import explore, plots_explorer, results
 from .explore import DEMAND, ORACLE, ROUTER, Held, Settings
 from .explorer_widget import MEASURED, Explorer, Sources, explorer
+from .files import parse_json
 from .simulator import Outcome
 
 VERSION = 1
@@ -160,7 +161,7 @@ def save(table: Mapping, path: Path) -> None:
 def load(path: Path) -> dict:
     """A table that `save` wrote. Raises ResultError, a sentence, where it is absent, damaged or of another version."""
     try:
-        table = json.loads(path.read_text())
+        table = parse_json(path.read_text())
     except FileNotFoundError:
         raise results.ResultError(f"{path.name} of {path.parent.name} is not there: run the notebook again") from None
     except ValueError:

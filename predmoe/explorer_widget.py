@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import anywidget

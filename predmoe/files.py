@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from predmoe.config import ConfigError
+from predmoe.config import ConfigError, build
 
 
 def write_json(path: Path, value) -> None:
@@ -23,11 +23,37 @@ def write_json(path: Path, value) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def parse_json(text: str | bytes):
+    """json.loads, with a ValueError for all that it cannot read: nesting beyond what Python can follow as well."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_config(path: Path, kind: type, *, remedy: str = ""):
+    """The configuration of type `kind` that `write_json` wrote as a mapping. Raises ConfigError that names the file where it is damaged or not usable."""
+    try:
+        return build(kind, read_json(path, remedy=remedy))
+    except ConfigError as error:
+        if str(error).startswith(f"{path} "):
+            raise
+        raise ConfigError(f"{path} is damaged or of another version ({error}); restore it from a copy, or {remedy or f'remove the folder {path.parent} to make it again'}") from None
+
+
+def reason(error: BaseException) -> BaseException:
+    """The system's own error that `error` came of, or `error`: torch hides a failed write behind one of its own about positions in the file."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
+
+
 def read_json(path: Path, needed: Mapping[str, type | tuple] = {}, *, remedy: str = "") -> dict:
     """The object that `write_json` wrote. Raises ConfigError where the file is damaged, or lacks an entry of `needed`, name -> its type."""
     remedy = remedy or f"remove the folder {path.parent} to make it again"
     try:
-        value = json.loads(path.read_text())
+        value = parse_json(path.read_text())
     except ValueError as error:  # JSON's and UTF-8's own errors are ValueErrors
         raise ConfigError(f"{path} is damaged ({error}); restore it from a copy, or {remedy}") from None
     if not isinstance(value, dict):
@@ -42,7 +68,7 @@ def read_lines(path: Path) -> list[dict]:
     lines = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
+            lines.append(parse_json(line))
         if len(lines) < number or not isinstance(lines[-1], dict):
             raise ConfigError(f"{path}, line {number} is damaged; restore the file from a copy, or remove the folder {path.parent} to train the run again")
     return lines

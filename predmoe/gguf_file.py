@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .config import ConfigError, ModelConfig
 from .engine.export import Checkpoint, Source
-from .model import check_entries, expert_entries
+from .checkpoint import check_entries, expert_entries
 
 # Exact versions: another version may compute another thing. Not in requirements.lock: llama-cpp-python is built from its sources by a C++ compiler
 # (minutes), and only the comparison asks for it. (The other two are light: gguf writes the file, llama-cpp-python imports diskcache.)

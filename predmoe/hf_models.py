@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from predmoe.config import ConfigError
-from predmoe.data import Tokenizer, load_tokenizer
 from predmoe.hf import Backbone
+from predmoe.tokenizer import Tokenizer, load_tokenizer
 
-OURS = ("bpe8k", "gpt2")   # of data.load_tokenizer
+OURS = ("bpe8k", "gpt2")   # of tokenizer.load_tokenizer
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -74,7 +74,7 @@ def _told(name: str, source: str, error: Exception, what: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class HubTokenizer:
-    """A transformers tokenizer with the names of `data.Tokenizer`; special tokens written in a text are ordinary text, none is added."""
+    """A transformers tokenizer with the names of `tokenizer.Tokenizer`; special tokens written in a text are ordinary text, none is added."""
 
     name: str
     held: object

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
+
+from predmoe.children import end_with_parent, last_words, work_for_parent
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,14 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nproc", type=int, required=True, help="processes, on GPUs one per GPU")
     parser.add_argument("folder", type=Path)
     options, rest = parser.parse_known_args(arguments)
+    end_with_parent()
+    os.environ |= work_for_parent()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)   # pages about what the last sentence says
     how = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=options.nproc, run_id=f"predmoe-{options.folder.name}", rdzv_backend="c10d",
                        rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1)  # fmt: skip
     try:
         elastic_launch(how, sys.executable)("-u", "-m", "predmoe.worker", str(options.folder), *rest)
     except ChildFailedError as error:
-        print(f"predmoe: {sentence(*first(error.failures))}", file=sys.stderr, flush=True)
-        return 2
+        return last_words(sentence(*first(error.failures)))
     return 0
 
 

@@ -15,6 +15,8 @@ import threading
 import time
 from pathlib import Path
 
+from predmoe.files import parse_json
+
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 
@@ -103,7 +105,7 @@ def describe(path: Path) -> str:
 def _holder(path: Path) -> dict | None:
     """Who holds the lock, or None where the file is missing or does not say so."""
     try:
-        holder = json.loads(path.read_text())
+        holder = parse_json(path.read_text())
     except (FileNotFoundError, ValueError):
         return None
     return holder if isinstance(holder, dict) and {"pid", "started", "host"} <= holder.keys() else None

@@ -17,9 +17,10 @@ import torch
 
 from predmoe import downstream_tasks
 from predmoe.config import ConfigError, DownstreamConfig, RunConfig, to_dict
-from predmoe.data import Tokens, load_tokenizer
+from predmoe.data import Tokens
 from predmoe.downstream import PredmoeLM, Whole, transformers_tokenizer, words_of
 from predmoe.model import MoEModel
+from predmoe.tokenizer import load_tokenizer
 
 SAME = 1e-3   # nats: sums of a hundred float32 terms in another order differ by a tenth of it
 TIE = 1e-6    # of a router's probabilities: two that differ by less may change places by rounding

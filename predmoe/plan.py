@@ -11,8 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import config, downstream_study, execute, runs, studies
+from .files import read_json
 from .model import count_parameters
-from .train import TIMING, read_json
+from .train import TIMING
+
+
+# How far a run is.
+DONE, TRAINED, AGAIN, BEGUN, MISSING = "done", "trained", "again", "begun", "missing"
+STATES = {   # of those that are not done, in the plan's words
+    TRAINED: "trained, and to be measured (trained)",
+    AGAIN: "trained and to be measured, but without their weights here, so they are trained again first (again)",
+    BEGUN: "begun (begun)",
+    MISSING: "not begun (missing)",
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,7 @@ class Item:
     notebooks: tuple[str, ...]
     arm: str
     lacking: tuple[str, ...]   # the notebooks that cannot run without what is missing
-    state: str              # done, part (trained or begun, but a measurement is missing) or missing
+    state: str              # DONE or one of STATES
     seconds: float | None   # estimated for what is left; None where nothing like it has been timed here
 
 
@@ -60,31 +71,36 @@ def train(items: Sequence[Item], profile: str, *, parallel: int, store: Path | N
 
 def wanted(items: Sequence[Item]) -> list[tuple[config.RunConfig, list]]:
     """What is not done, as `runs.measure_missing` and `fleet.work` take it: runs, each with its measurements."""
-    return [(item.run, [item.posthoc, *item.further]) for item in items if item.state != "done"]
+    return [(item.run, [item.posthoc, *item.further]) for item in items if item.state != DONE]
 
 
-def tell(items: Sequence[Item], parallel: int) -> str:
-    """The plan for reading: a line per notebook, the missing runs in order, and the time that is left."""
-    lines = [f"{'notebook':<22} {'runs':>5} {'done':>5} {'missing':>8} {'hours left':>11}"]
+def tell(items: Sequence[Item], parallel: int, command: str = "") -> str:
+    """The plan for reading: a line per notebook, the runs that are left, in order, the time that they take, and the `command` that makes them."""
+    lines = [f"{'notebook':<22} {'runs':>5} {'done':>5} {'to measure':>11} {'missing':>8} {'hours left':>11}"]
     counted = set()
     for name in dict.fromkeys(name for item in items for name in item.notebooks):
         mine = [item for item in items if name in item.notebooks]
-        new = [item for item in mine if name in item.lacking and id(item) not in counted]
+        lacking = [item for item in mine if name in item.lacking]
+        new = [item for item in lacking if id(item) not in counted]
         counted.update(map(id, new))
-        done = sum(name not in item.lacking for item in mine)
-        lines.append(f"{name:<22} {len(mine):>5} {done:>5} {len(mine) - done:>8} {_hours(new, parallel):>11}")
-    missing = [item for item in items if item.state != "done"]
-    lines += [f"\n{len(missing)} of {len(items)} runs are missing; about {_hours(missing, parallel)} hours with {parallel} side by side."]
-    lines += ["(a run that several notebooks share is counted in the hours of the first; \"part\" is begun, or trained and not fully measured)"] if len(missing) > 1 else []
+        measure = sum(item.state in (TRAINED, AGAIN) for item in lacking)
+        lines.append(f"{name:<22} {len(mine):>5} {len(mine) - len(lacking):>5} {measure:>11} {len(lacking) - measure:>8} {_hours(new, parallel):>11}")
+    left = [item for item in items if item.state != DONE]
+    if not left:
+        return "\n".join([*lines, f"\nAll {len(items)} runs are done."])
+    count = {state: sum(item.state == state for item in items) for state in (DONE, *STATES)}
+    told = [f"{count[DONE]} of {len(items)} runs are done", *(f"{count[state]} {words}" for state, words in STATES.items() if count[state])]
+    lines.append(f"\n{'; '.join(told)}. About {_hours(left, parallel)} hours are left with {parallel} side by side (a run that several notebooks share is counted in those of the first).")
     lines += [
         f"  {item.run.hash}  {item.state:<8} {runs.describe(item.run)}, {item.run.train.steps} steps"
-        f"{'' if item.seconds is None else f', {item.seconds / 60:.0f} min'}  ({', '.join(item.lacking)})" for item in missing
+        f"{'' if item.seconds is None else f', {item.seconds / 60:.0f} min'}  ({', '.join(item.lacking)})" for item in left
     ]  # fmt: skip
+    lines += [f"To train and measure what is left (it can be interrupted and goes on): {command}"] if command else []
     return "\n".join(lines)
 
 
 def _hours(items: Sequence[Item], parallel: int) -> str:
-    left = [item for item in items if item.state != "done"]
+    left = [item for item in items if item.state != DONE]
     if not left:
         return "0.0"
     if any(item.seconds is None for item in left):
@@ -95,13 +111,15 @@ def _hours(items: Sequence[Item], parallel: int) -> str:
 def _item(entry: dict, store: Path, timings: dict) -> Item:
     run, posthoc = entry["run"], entry["posthoc"]
     found = runs.Run(store / run.hash, run)
+    found.check()
     wanted = list(dict.fromkeys(how for needs in entry["notebooks"].values() for how in needs))
     missing = [how for how in wanted if found.measurement(how) is None]
     lacking = tuple(name for name, needs in entry["notebooks"].items() if set(needs) & set(missing))
     if not missing:
-        state, left = "done", 0.0
+        state, left = DONE, 0.0
     else:
-        state = "part" if (found.path / "timing.json").exists() else "missing"
+        begun = BEGUN if (found.path / "timing.json").exists() else MISSING
+        state = (TRAINED if found.has_checkpoint else AGAIN) if found.finished else begun
         left = _estimate(run, found, timings, len(missing))
     further = tuple(how for how in wanted if how != posthoc)
     return Item(run, posthoc, further, tuple(entry["notebooks"]), entry["arm"], lacking, state, left)
@@ -114,12 +132,19 @@ def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
         if source.name.endswith(".config.json"):
             continue
         measured = runs.read_measurement(source, config.PosthocConfig)
-        run, seconds = config.build(config.RunConfig, measured["config"]), measured["seconds"]
+        run, seconds = _configuration(source, measured["config"]), measured["seconds"]
         if not all(isinstance(seconds.get(part), (int, float)) for part in ("train", "posthoc")):
             raise config.ConfigError(f"{source} is damaged (it does not say how long training and measuring took); restore it from a copy, or remove it to measure the run again")
         tokens = run.train.steps * run.train.batch_size * run.model.context
         found.setdefault(run.model, []).append((seconds["train"] / tokens, seconds["posthoc"]))
     return {model: tuple(map(statistics.median, zip(*values))) for model, values in found.items()}
+
+
+def _configuration(source: Path, described) -> config.RunConfig:
+    try:
+        return config.build(config.RunConfig, described)
+    except config.ConfigError as error:
+        raise config.ConfigError(f"{source} is damaged ({error}); restore it from a copy, or remove it to measure the run again") from None
 
 
 def _estimate(run: config.RunConfig, found: runs.Run, timings: dict, measurements: int = 1) -> float | None:

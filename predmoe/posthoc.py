@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from predmoe.config import PREDICTORS, PosthocConfig, PredictorConfig, RunConfig, to_dict
@@ -22,7 +21,7 @@ from predmoe.data import EvalSet, Tokens
 from predmoe.evaluation import Heads, Lookup, NextRouter, Scorer, evaluate
 from predmoe.model import MoEModel, Routing, count_parameters
 from predmoe.objectives import margin, prediction, stack
-from predmoe.predictor import Predictor, hit_at_k
+from predmoe.predictor import Predictor, hit_at_k, restore
 from predmoe.train import new_predictor
 
 ACTIVATION_ORDER = 1_000_003  # order seed of the text that activations are cached from: the same for every backbone
@@ -87,8 +86,8 @@ def load_heads(folder: Path, name: str, run: RunConfig) -> dict[str, Predictor]:
     """The post-hoc predictors of measurement `name`, by kind, as they were fitted."""
     fitted = {}
     for kind in PREDICTORS:
-        fitted[kind] = new_predictor(PredictorConfig(kind=kind, horizons=run.predictor.horizons), run.model)
-        fitted[kind].load_state_dict(load_file(heads_file(folder, name, kind)))
+        heads = new_predictor(PredictorConfig(kind=kind, horizons=run.predictor.horizons), run.model)
+        fitted[kind] = restore(heads, heads_file(folder, name, kind))
     return fitted
 
 

@@ -7,9 +7,12 @@ One `Predictor` holds all heads, stacked over layers, so that a horizon is one b
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from predmoe.config import ConfigError, PredictorConfig
@@ -51,6 +54,16 @@ class Predictor(nn.Module):
         if self.config.kind == "ranking":
             x = torch.baddbmm(self.biases[f"{horizon}_1"], F.gelu(x), self.weights[f"{horizon}_1"].transpose(1, 2))
         return x.float()
+
+
+def restore(predictor: Predictor, path: Path) -> Predictor:
+    """`predictor` with the weights in `path`. Raises ConfigError where that is missing, damaged or holds heads of another shape."""
+    try:
+        predictor.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:200]
+        raise ConfigError(f"{path} does not hold the heads of this run ({why}); restore it from a copy, or remove it to make them again") from None
+    return predictor
 
 
 def membership(experts_NK: Tensor, num_experts: int) -> Tensor:

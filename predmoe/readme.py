@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import budget, config, corpora, corpora_large, model, paths, results
+from .files import parse_json
 
 README = paths.ROOT / "README.md"
 DOCS = paths.ROOT / "docs" / "many_gpus.md"
@@ -77,7 +77,7 @@ def benchmarks() -> str:
 def _benchmark(path: Path) -> dict:
     """One command's numbers and the table that it made of them."""
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except ValueError as error:   # JSON's and UTF-8's own errors are ValueErrors
         found = error
     if not isinstance(found, dict) or not isinstance(found.get("markdown"), str):

@@ -17,7 +17,8 @@ from . import paths, runs, traces
 from .config import ConfigError, PosthocConfig, RunConfig, stable_hash
 from .data import EvalSet, prepare
 from .evaluation import Heads, NextRouter, Scorer
-from .model import MoEModel, load_checkpoint
+from .checkpoint import load_checkpoint
+from .model import MoEModel
 from .posthoc import load_heads, lookups, training_activations
 from .traces.record import Origin, generate, record
 from .train import check_device, load_predictor

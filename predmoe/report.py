@@ -27,6 +27,7 @@ from pygments.formatters import HtmlFormatter
 from traitlets.config import Config
 
 from . import explorer_grid, paths, results
+from .files import parse_json
 
 TEMPLATES = Path(__file__).parent / "templates"
 ASSETS = Path(__file__).parent / "assets"
@@ -123,7 +124,7 @@ def _damage(notebook: Path) -> str | None:
 def _json(path: Path) -> dict:
     """The object in a file; an empty one where the file is absent, damaged or no object: what is asked of it is then left out of the page."""
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -25,6 +25,7 @@ from PIL import Image
 
 from . import claims, paths, plots, provenance
 from .claims import ResultError, effect_text, values_by_seed   # noqa: F401  what reads results reads them from here
+from .files import parse_json
 
 ASSETS = Path(__file__).parent / "assets"
 SCHEMA_VERSION = 1
@@ -203,7 +204,7 @@ def _write_json(path: Path, value, kind: str) -> None:
 def _read_json(path: Path, kind: str):
     again = "run 00_report again" if kind == "claims" else "run the notebook again"
     try:
-        value = json.loads(path.read_text())
+        value = parse_json(path.read_text())
     except ValueError as error:   # JSON's and UTF-8's own errors are ValueErrors
         raise ResultError(f"{path.name} of {path.parent.name} is damaged ({error}): {again}") from None
     if not isinstance(value, list if kind == "claims" else dict):

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, build, stable_hash, to_dict
+from predmoe import children
+from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
+from predmoe.files import read_config, read_json, read_lines, write_json
 from predmoe.posthoc import heads_file
-from predmoe.train import is_complete, read_json, read_lines, write_json
+from predmoe.train import TIMING, is_complete, is_finished
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
@@ -62,7 +64,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return (self.path / "finished.json").exists()
+        return is_finished(self.path)
 
     @property
     def has_checkpoint(self) -> bool:
@@ -71,6 +73,16 @@ class Run:
     def metrics(self) -> list[dict]:
         """The lines of metrics.jsonl: training terms, dev evaluations, and the final held-out one."""
         return read_lines(self.path / "metrics.jsonl")
+
+    def check(self) -> None:
+        """Raise ConfigError where a small file of the run is damaged; one that is missing is not."""
+        if (source := self.path / "config.json").exists() and (found := read_config(source, RunConfig).hash) != self.config.hash:
+            raise ConfigError(f"{source} describes run {found}, not {self.config.hash}; restore it, or remove its folder")
+        for name, needed in (("timing.json", TIMING), ("provenance.json", {})):
+            if (source := self.path / name).exists():
+                read_json(source, needed)
+        if (self.path / "metrics.jsonl").exists() and self.finished:   # of an unfinished run the last line may be half written
+            self.metrics()
 
     def measurement(self, how: Measurement) -> dict | None:
         """The measurement, or None where there is none. Raises ConfigError where its file is damaged."""
@@ -115,7 +127,7 @@ def open_run(config: RunConfig, store: Path) -> Run:
     source = path / "config.json"
     if not source.exists():
         write_json(source, to_dict(config))
-    elif (found := build(RunConfig, read_json(source)).hash) != config.hash:
+    elif (found := read_config(source, RunConfig).hash) != config.hash:
         raise ConfigError(f"{source} describes run {found}, not {config.hash}; restore it, or remove its folder")
     return Run(path, config)
 
@@ -198,18 +210,19 @@ def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report, *
         while waiting or running:
             while waiting and len(running) < parallel:
                 run, measurements = waiting.pop(0)
-                running[_start(run, measurements, **how_many)] = run
+                log = run.path / "log.txt"
+                begun = log.stat().st_size if log.exists() else 0
+                running[_start(run, measurements, **how_many)] = run, begun
             time.sleep(POLL_SECONDS)
             for child in [c for c in running if c.poll() is not None]:
-                run = running.pop(child)
+                run, begun = running.pop(child)
                 done += 1
                 if child.returncode:
-                    how = f"was ended by signal {-child.returncode} after" if child.returncode < 0 else "failed"
-                    failures.append(f"run {run.config.hash} {how}: {_last_line(run)} (log: {run.path / 'log.txt'})")
+                    failures.append(f"run {run.config.hash} {_why(run, child.returncode, begun)}")
                 report(f"[{done}/{len(jobs)}] {describe(run.config)}: {'failed' if child.returncode else 'done'}")
             if running and time.monotonic() - told > REPORT_SECONDS:
                 told = time.monotonic()
-                report("; ".join(f"{describe(run.config)}: {_last_line(run)}" for run in running.values()))
+                report("; ".join(f"{describe(run.config)}: {_last_line(run)}" for run, _ in running.values()))
     finally:
         for child in running:  # an interrupt: the children stop too, and resume from their checkpoints next time
             child.terminate()
@@ -226,9 +239,21 @@ def _start(run: Run, measurements: list[Measurement], *, nproc: int = 1, engine:
     for how in measurements:
         command += [f"--{kind_of(how)}", measurement_name(how)]
     command += options
-    environment = KEEP_MEMORY | same_bits() | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    environment = KEEP_MEMORY | same_bits() | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | children.work_for_parent()
     with open(run.path / "log.txt", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
+
+
+def _why(run: Run, exit_code: int, begun: int) -> str:
+    """How the run's child ended, in its own last words where its log has them beyond the `begun` bytes that it had before."""
+    if unsaid := children.unsaid(exit_code):
+        kept = "the last good checkpoint stays" if any((run.path / name).exists() for name in ("state.pt", "state.json")) else "no earlier checkpoint exists"
+        return f"failed: cannot write to the disk of {run.path}, not even to its log: {unsaid}; {kept}; free some space there and run again"
+    log = run.path / "log.txt"
+    if exit_code > 0 and log.stat().st_size <= begun:
+        return f"failed: exit code {exit_code} without a word in its log (log: {log})"
+    how = f"was ended by signal {-exit_code} after" if exit_code < 0 else "failed"
+    return f"{how}: {_last_line(run)} (log: {log})"
 
 
 def _last_line(run: Run) -> str:

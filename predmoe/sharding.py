@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from predmoe.config import ConfigError
 from predmoe.files import read_json, write_json
 
 POINTER = "state.json"
@@ -22,7 +23,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def saved(folder: Path) -> dict | None:
     """What state.json says: the folder's name, step, seconds and the log's bytes. None where there is none."""
     source = Path(folder) / POINTER
-    return read_json(source) if source.exists() else None
+    if not source.exists():
+        return None
+    found = read_json(source, {"folder": str, "step": int, "seconds": (int, float), "log_bytes": int}, remedy="remove it to train the run from its start")
+    if not (source.parent / found["folder"]).is_dir():
+        raise ConfigError(f"{source} names the checkpoint {found['folder']}, which is not there; restore that folder, or remove {source} to train the run from its start")
+    return found
 
 
 def names(trainer) -> dict[str, torch.nn.Parameter]:

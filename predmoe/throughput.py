@@ -13,7 +13,7 @@ import torch
 
 from . import budget, gpu
 from .config import RunConfig, to_dict
-from .model import olmoe_config
+from .checkpoint import olmoe_config
 from .train import Trainer
 
 OURS, JOINT = "ours", "ours, with the term"

@@ -22,22 +22,24 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from predmoe import gpu, sharding
+from predmoe.checkpoint import save_checkpoint
 from predmoe.config import ConfigError, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe.evaluation import Heads, evaluate
-from predmoe.files import read_json, read_lines, write_json  # noqa: F401  read_lines for those who read runs
+from predmoe.files import read_json, reason, write_json
 from predmoe.loader import Loader
-from predmoe.model import MoEModel, save_checkpoint
+from predmoe.model import MoEModel
 from predmoe.objectives import stack, terms
-from predmoe.predictor import Predictor
+from predmoe.predictor import Predictor, restore
 from predmoe.token_table import TokenTable
 
 LOG_EVERY = 25  # steps
 CHECKPOINT_SECONDS = 60.0
 TIMING = {"steps": int, "seconds": (int, float), "tokens_per_second": (int, float)}   # what timing.json holds
+FINISHED = {"val_loss": (int, float)}   # what finished.json holds, beside hashes of text and weights
 BEGIN_ANEW = "restore it from a copy, or remove it to train the run from its start"
 
 
@@ -89,7 +91,13 @@ def check_device(device: str) -> None:
 def is_complete(folder: Path, config: RunConfig) -> bool:
     """Whether the run is finished and its checkpoint is all there: a clone of a repository has neither weights nor heads."""
     needed = ["config.json", "model.safetensors"] + ["predictor.safetensors"] * bool(config.objective.lambda_pred)
-    return (folder / "finished.json").exists() and all((folder / "checkpoint" / name).exists() for name in needed)
+    return is_finished(folder) and all((folder / "checkpoint" / name).exists() for name in needed)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run has come to its end. Raises ConfigError where finished.json is damaged."""
+    source = folder / "finished.json"
+    return source.exists() and bool(read_json(source, FINISHED, remedy=f"remove it: run {folder.name} is then trained again, to the same bits"))
 
 
 def forward_terms(model, predictor, windows: torch.Tensor, config: RunConfig, *, step: int, autocast: torch.dtype | None, table: TokenTable | None = None,
@@ -156,7 +164,7 @@ class Trainer:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a failed write
             kept = "the last good checkpoint stays" if self._state.exists() else "no earlier checkpoint exists"
-            raise TrainingError(f"cannot save step {self.step} in {self.folder}: {error}; {kept}; free some space and run again") from error
+            raise TrainingError(f"cannot save step {self.step} in {self.folder}: {reason(error)}; {kept}; free some space and run again") from error
 
     def save(self) -> None:
         """Replace the checkpoint as a whole or not at all."""
@@ -365,7 +373,7 @@ class Trainer:
     def _discard_other(self, finished: dict) -> None:
         """Remove measurements of other weights: those of an earlier training of this run that ended otherwise, on another kind of machine."""
         source = self.folder / "finished.json"
-        known = read_json(source, {"val_loss": (int, float)}, remedy="remove it") if source.exists() else finished
+        known = read_json(source, FINISHED, remedy="remove it") if source.exists() else finished
         if all(known.get(name, value) == value for name, value in finished.items()):
             return
         for described in self.folder.glob("*.config.json"):
@@ -383,6 +391,4 @@ def load_predictor(folder: Path, config: RunConfig) -> Predictor | None:
     """The heads trained with the backbone, or None where lambda_pred = 0."""
     if not config.objective.lambda_pred:
         return None
-    predictor = new_predictor(config.predictor, config.model)
-    predictor.load_state_dict(load_file(folder / "predictor.safetensors"))
-    return predictor
+    return restore(new_predictor(config.predictor, config.model), folder / "predictor.safetensors")

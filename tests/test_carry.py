@@ -12,7 +12,8 @@ from predmoe import carry, corpora_large
 from predmoe.config import ConfigError, DataConfig
 from predmoe.corpora import corpus
 from predmoe.corpora_large import Debian, OfflineLarge
-from predmoe.data import carried_gpt2, load_tokenizer, prepare
+from predmoe.data import prepare
+from predmoe.tokenizer import carried_gpt2, load_tokenizer
 
 DICTIONARY = "Aard\n   A beast.\n" + "Word\n   " + "meaning " * 1200 + "\nZebra\n   Another.\n"
 PAGE = "<html><head><title>no</title></head><body><h1>Sums</h1><p>One &amp; one<br>is <b>two</b>.</p><script>var x;</script></body></html>"

@@ -68,6 +68,9 @@ def test_a_full_disk_and_a_folder_that_cannot_be_used_are_sentences_and_another_
     monkeypatch.setattr(execute, "plan", raising(PermissionError(errno.EACCES, "denied", "x")))
     assert cli.main(["report"]) == 2
     assert "cannot use x: denied" in capsys.readouterr().err
+    monkeypatch.setattr(execute, "plan", raising(FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")))
+    assert cli.main(["report"]) == 2
+    assert "No usable temporary directory found in ['/tmp']: free some space there, or set TMPDIR" in capsys.readouterr().err
     monkeypatch.setattr(execute, "plan", raising(OSError(errno.EMFILE, "too many", "x")))
     with pytest.raises(OSError, match="too many"):
         cli.main(["report"])

@@ -14,10 +14,10 @@ from storage_double import EIO, Faulty
 from tiny_models import lively
 
 from predmoe import cli, traces
-from predmoe.data import load_tokenizer
+from predmoe.checkpoint import save_checkpoint
 from predmoe.engine import Engine, export, load_manifest
-from predmoe.model import save_checkpoint
 from predmoe.simulator import Cache, count
+from predmoe.tokenizer import load_tokenizer
 
 BLOCK = 12288
 IDS = "5,9,2,40,33,7"   # of a vocabulary of 61

@@ -5,17 +5,20 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predmoe import corpora, data
+from predmoe import corpora, data, token_files, tokenizer
 from predmoe.config import ConfigError, DataConfig
-from predmoe.data import buffer_shuffle, load_tokenizer, prepare
+from predmoe.data import buffer_shuffle, prepare
+from predmoe.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 WORDS = "the of and expert router token layer disk cache reads before after predicts nothing else in time".split()
@@ -110,7 +113,7 @@ def test_gpt2_is_fetched_or_refused_with_advice(monkeypatch):
 
         raise requests.exceptions.ConnectionError("no route")
 
-    monkeypatch.setattr(data.tiktoken, "get_encoding", fail)
+    monkeypatch.setattr(tokenizer.tiktoken, "get_encoding", fail)
     load_tokenizer.cache_clear()
     with pytest.raises(ConfigError, match="gpt2.*cannot be fetched.*bpe8k"):
         load_tokenizer("gpt2")
@@ -121,7 +124,7 @@ def test_gpt2_is_fetched_or_refused_with_advice(monkeypatch):
 def test_a_vocabulary_above_65536_is_stored_in_32_bits(tmp_path, monkeypatch):
     """Ids shifted beyond 16 bits come back unharmed."""
 
-    class Wide(data.Tokenizer):
+    class Wide(tokenizer.Tokenizer):
         vocab_size, eot = 100_000, 99_999
 
         def encode_batch(self, texts):
@@ -167,11 +170,11 @@ def test_files_lines_and_directories_are_documents(tmp_path):
 
 
 def test_a_corpus_is_encoded_once_and_anew_when_its_text_changes(small, tmp_path, monkeypatch):
-    encode = data._encode
-    monkeypatch.setattr(data, "_encode", lambda *_: pytest.fail("encoded again"))
+    encode = token_files._encode
+    monkeypatch.setattr(token_files, "_encode", lambda *_: pytest.fail("encoded again"))
     again = prepare(small.config, cache=tmp_path / "cache")
     assert again.hash == small.hash and np.array_equal(again.tokens, small.tokens)
-    monkeypatch.setattr(data, "_encode", encode)
+    monkeypatch.setattr(token_files, "_encode", encode)
     path = tmp_path / "text" / "text.jsonl"
     path.write_text(path.read_text().replace("Document 7.", "Dokument 7."))
     changed = prepare(small.config, cache=tmp_path / "cache")
@@ -198,18 +201,11 @@ def test_processes_that_encode_at_once_agree(tmp_path):
 
 
 def test_an_interrupted_encode_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.np, "savez", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(token_files.np, "savez", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     config = DataConfig(corpus=write_corpus(tmp_path / "text"), heldout_tokens=300, dev_tokens=150)
     with pytest.raises(ConfigError, match="cannot write token files .*No space left on device; set PREDMOE_CACHE"):
         prepare(config, cache=tmp_path / "cache")
     assert not list((tmp_path / "cache" / "tokens").iterdir())
-
-
-def test_a_cut_token_file_is_noticed(small, tmp_path):
-    with open(small.folder / "tokens.bin", "r+b") as file:
-        file.truncate(1000)
-    with pytest.raises(ConfigError, match="has 500 tokens instead of .*delete its folder"):
-        prepare(small.config, cache=tmp_path / "cache")
 
 
 # ------------------------------------------------------------------------------------------- held-out and dev sets
@@ -457,6 +453,7 @@ def test_fineweb_edu_is_streamed_up_to_its_bound(monkeypatch):
         return datasets.IterableDataset.from_generator(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(corpora, "_reach_hub", lambda: None)
     documents = list(corpora.corpus("fineweb-edu:7").documents())
     assert documents == [("web", f"<urn:{i}>", f"page {i}") for i in range(7)]
     assert corpora.corpus("fineweb-edu:7").key() != corpora.corpus("fineweb-edu:8").key()
@@ -465,8 +462,8 @@ def test_fineweb_edu_is_streamed_up_to_its_bound(monkeypatch):
 
 def test_fineweb_edu_without_network_is_one_clear_sentence(monkeypatch, tmp_path):
     import datasets
-    import httpx
 
+    monkeypatch.setattr(corpora, "_reach_hub", lambda: None)
     for error in (ConnectionError("no route"), httpx.ReadTimeout("too slow")):
         def fail(*_, error=error, **__):
             raise error
@@ -477,7 +474,29 @@ def test_fineweb_edu_without_network_is_one_clear_sentence(monkeypatch, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("answer, said", [(lambda: (_ for _ in ()).throw(httpx.ConnectError("no route")), "ConnectError"), (lambda: time.sleep(30), "no answer within 0.2 s")])
+def test_a_hub_that_does_not_answer_is_told_at_once(monkeypatch, tmp_path, answer, said):
+    monkeypatch.setattr(httpx, "head", lambda *_, **__: next(found) if (found := answer()) else None)
+    monkeypatch.setattr(corpora, "REACH_SECONDS", 0.2)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("it is asked all the same"))
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=f"cannot be read from the Hugging Face hub .{said}.; connect to the network, or use"):
+        prepare(DataConfig(corpus="fineweb-edu"), cache=tmp_path)
+    assert time.monotonic() - begun < 10
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("path", [b"text/caf\xe9.txt", b"caf\xe9/a.txt"], ids=["file", "folder"])
+def test_a_name_that_is_not_utf_8_is_a_sentence(tmp_path, path):
+    """Of a file, and of the folder that gives its text a domain."""
+    file = os.fsencode(tmp_path) + b"/" + path
+    os.makedirs(os.path.dirname(file))
+    with open(file, "wb") as opened:
+        opened.write(b"some text")
+    with pytest.raises(ConfigError, match=r"corpus 'files': the name of b'.*caf\\xe9.*' is not UTF-8; rename it"):
+        prepare(DataConfig(corpus=f"files:{os.fsdecode(os.path.dirname(file))}"), cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -486,6 +505,8 @@ def test_fineweb_edu_without_network_is_one_clear_sentence(monkeypatch, tmp_path
         ("a.txt", b"good \xff bad", r"a.txt is not UTF-8: byte 0xff at offset 5"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9t"}\n', r"a.jsonl is not UTF-8: byte 0xe9 at offset 24"),
         ("a.jsonl", b'{"text": "x"}\n{"text": oops}\n', r"a.jsonl, line 2: not JSON \(Expecting value at column 10\)"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "x", "n": ' + b"9" * 5000 + b"}\n", r"a.jsonl, line 2: cannot be read \(Exceeds the limit"),
+        ("a.jsonl", b"[" * 100_000, r"a.jsonl, line 1: cannot be read \(it is nested too deeply"),
         ("a.jsonl", b'{"txt": "x"}\n', r'a.jsonl, line 1: must be an object with a string "text"'),
         ("a.jsonl", b'\n["x"]\n', r'a.jsonl, line 2: must be an object with a string "text"'),
         ("a.jsonl", b'{"text": "x", "domain": 3}\n', r'a.jsonl, line 1: "domain" must be a string'),

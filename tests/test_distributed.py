@@ -17,12 +17,13 @@ from team import together
 from tiny_runs import JOINT, finished, folder_of, lines, results, tiny
 
 from predmoe import cli, runs, sharding, worker
+from predmoe.checkpoint import load_checkpoint
 from predmoe.config import ConfigError, DataConfig, to_dict
 from predmoe.data import prepare
 from predmoe.distributed import ENGINES, DistributedTrainer, description, record
+from predmoe.files import write_json
 from predmoe.launch import first, sentence
-from predmoe.model import load_checkpoint
-from predmoe.train import Trainer, TrainingError, load_predictor, write_json
+from predmoe.train import Trainer, TrainingError, load_predictor
 
 STEPS = 50
 

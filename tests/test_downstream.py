@@ -14,11 +14,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from predmoe import downstream, measure_downstream
+from predmoe.checkpoint import save_checkpoint
 from predmoe.config import ConfigError, ModelConfig
-from predmoe.data import load_tokenizer
 from predmoe.downstream import PredmoeLM, Tree, Whole, batches, load, plant, score, transformers_tokenizer, words_of
 from predmoe.engine import export
-from predmoe.model import MoEModel, save_checkpoint
+from predmoe.model import MoEModel
+from predmoe.tokenizer import load_tokenizer
 
 SHAPE = ModelConfig(vocab_size=8192, hidden_size=32, num_layers=3, num_heads=2, expert_size=32, num_experts=4, top_k=2, context=24, init_std=0.3)
 TOKENIZER = load_tokenizer("bpe8k")

@@ -167,7 +167,7 @@ def test_a_measurement_under_a_wrong_name_is_refused(corpus, tmp_path):
 def test_answers_too_long_for_the_context_are_left_out_for_every_model(tmp_path, monkeypatch):
     monkeypatch.setenv("PREDMOE_EVAL_DATA", str(write(tmp_path)))
     task = downstream_tasks.load(DownstreamConfig(tasks=("arc_easy",), items=0, cloze=0), None)["arc_easy"]
-    from predmoe.data import load_tokenizer
+    from predmoe.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer("bpe8k")
     lengths = [max(len(tokenizer.encode(f" {choice}")) for choice in doc["choices"]["text"]) for doc in task.eval_docs]

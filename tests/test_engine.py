@@ -123,7 +123,7 @@ def test_rounded_experts_are_the_stored_models(tmp_path, dtype):
 @pytest.mark.parametrize("routing", [dict(routing="early", early_by=1), dict(routing="hash")], ids=str)
 def test_other_kinds_of_routing(tmp_path, routing):
     from engine_models import resident_tokens
-    from predmoe.model import save_checkpoint
+    from predmoe.checkpoint import save_checkpoint
     from tiny_models import lively, tokens_of
 
     model = lively(**routing)

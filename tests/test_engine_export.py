@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import lively, their_model
 
+from predmoe.checkpoint import olmoe_config, save_checkpoint, to_olmoe
 from predmoe.config import ConfigError, PredictorConfig
 from predmoe.engine import export, load_manifest
 from predmoe.engine.export import Checkpoint, as_stored, needed_bytes, quantise, stored_model
 from predmoe.engine.layout import EXPERTS, HEADS, MANIFEST, RESIDENT, Block, aligned
-from predmoe.model import olmoe_config, save_checkpoint, to_olmoe
 from predmoe.predictor import Predictor
 
 # D model width, F expert width, E experts, L layers: lively() has D=32, F=24, E=8, L=4

@@ -6,10 +6,10 @@ import torch
 from tiny_models import lively, tokens_of
 
 from predmoe import gguf_file
+from predmoe.checkpoint import save_checkpoint
 from predmoe.config import ConfigError
 from predmoe.engine.export import Checkpoint, stored_model
 from predmoe.gguf_file import write_gguf
-from predmoe.model import save_checkpoint
 
 NO_LLAMA = gguf_file.missing()
 needs_llama = pytest.mark.skipif(NO_LLAMA is not None, reason=str(NO_LLAMA))

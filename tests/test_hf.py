@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_families import ASKED, CONTEXT, FAMILIES, LAYERS, D, E, K, V, tiny
+from predmoe.checkpoint import save_checkpoint
 from predmoe.config import ConfigError, ModelConfig, ObjectiveConfig, PredictorConfig
 from predmoe.hf import Backbone, Gate, NextGate, capture, find_gates, lifted, read_gate
-from predmoe.model import MoEModel, save_checkpoint
+from predmoe.model import MoEModel
 from predmoe.objectives import prediction_of
 from predmoe.predictor import Predictor, membership, predicted_top_k
 

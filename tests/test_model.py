@@ -15,9 +15,10 @@ from watch import Watch
 
 import predmoe.model
 from predmoe import kernels
+from predmoe.checkpoint import from_olmoe, load_checkpoint, model_config, olmoe_config, save_checkpoint, to_olmoe
 from predmoe.config import TIERS, ConfigError, ModelConfig
-from predmoe.data import load_tokenizer
-from predmoe.model import MoEModel, count_parameters, from_olmoe, load_checkpoint, model_config, olmoe_config, save_checkpoint, to_olmoe, top_k
+from predmoe.model import MoEModel, count_parameters, top_k
+from predmoe.tokenizer import load_tokenizer
 
 # B batch, T time, N = B*T tokens, D model width, F expert width, E experts, K chosen, L layers, V vocabulary
 

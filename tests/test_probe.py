@@ -15,15 +15,16 @@ from hf_families import CONTEXT, D, E, K, V, tiny
 from tiny_backbone import finished_run
 from predmoe import cli, traces
 from predmoe.activations import DiskRows, plan
+from predmoe.checkpoint import save_checkpoint
 from predmoe.config import ConfigError, DataConfig, PosthocConfig
-from predmoe.data import load_tokenizer
 from predmoe.hf import Backbone, NextGate
 from predmoe.hf_models import load, tokenizer_of
 from predmoe.hf_record import load_heads, record_texts
-from predmoe.model import MoEModel, save_checkpoint
+from predmoe.model import MoEModel
 from predmoe.posthoc import capture, dev_hit, fit, measure
 from predmoe.predictor import membership, predicted_top_k
 from predmoe.probe import ProbeConfig, probe, table
+from predmoe.tokenizer import load_tokenizer
 
 # N tokens, D model width, E experts, K chosen, L MoE layers
 

@@ -6,10 +6,10 @@ import torch
 from tiny_runs import POSTHOC, tiny, write_corpus
 
 from predmoe import recording, runs, traces
+from predmoe.checkpoint import load_checkpoint
 from predmoe.config import ConfigError
 from predmoe.data import EvalSet, prepare
 from predmoe.evaluation import evaluate
-from predmoe.model import load_checkpoint
 from predmoe.recording import Recording, choose_windows, get_or_record, record_run
 
 SHORT = Recording(tokens=16, prompt=4, per_domain=1, predictors=("linear", "ranking", "next_router", "cotrained", "token_id"))

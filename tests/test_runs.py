@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,25 @@ def test_the_same_run_asked_for_twice_is_done_once(corpus, tmp_path, stand_in):
 def test_a_child_ended_by_a_signal_says_which(corpus, tmp_path, stand_in):
     stand_in('echo "step 25/30"; kill -9 $$')
     with pytest.raises(RunFailed, match=r"run \w+ was ended by signal 9 after: step 25/30 \(log: .*log.txt\)"):
+        get_or_train(tiny(corpus), store=tmp_path / "store", report=lambda line: None)
+
+
+def test_a_disk_without_room_for_the_log_is_told_and_not_the_logs_last_line(pair, tmp_path, stand_in):
+    """/dev/full in the log's place: a device on which every write fails as on a full disk."""
+    stand_in(f'exec {sys.executable} -m predmoe.worker "$run" > /dev/full 2>&1')
+    run = open_run(pair[1], tmp_path)
+    (run.path / "log.txt").write_text("step 25/30, loss 5.495\n")
+    with pytest.raises(RunFailed) as failure:
+        get_or_train(pair[1], store=tmp_path, report=lambda line: None)
+    assert str(failure.value) == (f"run {pair[1].hash} failed: cannot write to the disk of {run.path}, not even to its log: No space left on device; "
+                                  "no earlier checkpoint exists; free some space there and run again")  # fmt: skip
+
+
+def test_a_child_that_ends_without_a_word_is_not_told_by_an_old_one(corpus, tmp_path, stand_in):
+    stand_in("exit 3")
+    run = open_run(tiny(corpus), tmp_path / "store")
+    (run.path / "log.txt").write_text("step 25/30, loss 5.495\n")
+    with pytest.raises(RunFailed, match=r"run \w+ failed: exit code 3 without a word in its log \(log: .*log.txt\)"):
         get_or_train(tiny(corpus), store=tmp_path / "store", report=lambda line: None)
 
 

@@ -138,7 +138,7 @@ def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_p
     assert len({item.run.hash for item in items}) == len(items)
     assert items[0].notebooks == ("01_mechanism", "02_horizons", "03_dose") and ("02_horizons",) in [item.notebooks for item in items]
     assert all(item.state == "missing" and item.seconds is None for item in items)
-    assert f"{len(items)} of {len(items)} runs are missing; about unknown hours" in plan.tell(items, 2)
+    assert f"0 of {len(items)} runs are done; {len(items)} not begun (missing). About unknown hours are left" in plan.tell(items, 2)
 
 
 def test_time_left_is_what_like_runs_took(tmp_path):
@@ -147,11 +147,12 @@ def test_time_left_is_what_like_runs_took(tmp_path):
     (tmp_path / second.run.hash).mkdir()
     (tmp_path / second.run.hash / "timing.json").write_text(json.dumps({"steps": STEPS // 4, "seconds": 1.0, "tokens_per_second": 1.0}))
     items = plan.plan("smoke", FIRST, store=tmp_path)
-    assert [item.state for item in items[:3]] == ["done", "part", "missing"]
+    assert [item.state for item in items[:3]] == ["done", "begun", "missing"]
     assert [item.seconds for item in items[:3]] == pytest.approx([0.0, 90.0 + 24.0, 144.0])
     text = plan.tell(items, 2)
     hours = sum(item.seconds for item in items) / 3600 / 2
-    assert f"{len(items) - 1} of {len(items)} runs are missing; about {hours:.1f} hours with 2 side by side" in text and first.run.hash not in text and f"{second.run.hash}  part" in text
+    assert f"1 of {len(items)} runs are done; 1 begun (begun); {len(items) - 2} not begun (missing). About {hours:.1f} hours are left with 2 side by side" in text
+    assert first.run.hash not in text and f"{second.run.hash}  begun" in text
 
 
 @pytest.mark.parametrize("name, text", [("posthoc", "{}"), ("posthoc", "[]"), ("posthoc", "no seconds"), ("timing", "{}"), ("timing", "[]")])
@@ -209,15 +210,57 @@ def test_a_finished_run_without_its_weights_counts_as_untrained_where_it_must_be
     (folder / "timing.json").write_text(json.dumps({"steps": item.run.train.steps, "seconds": 1.0, "tokens_per_second": 1.0}))
     seconds = lambda: next(i.seconds for i in plan.plan("smoke", ["07"], store=tmp_path) if i.run == item.run)  # noqa: E731
     assert seconds() == pytest.approx(24.0)   # the measurement alone
-    (folder / "finished.json").write_text("{}")
+    (folder / "finished.json").write_text('{"val_loss": 5.0}')
     assert seconds() == pytest.approx(120.0 + 24.0)
+
+
+def test_the_plan_says_in_words_how_far_a_run_is_and_which_command_makes_the_rest(tmp_path, monkeypatch, capsys):
+    """Of 01's four runs: one done, one trained and not measured, one the same without its weights, as in a clone, one never begun."""
+    items = plan.plan("smoke", ["01"], store=tmp_path)
+    done, trained, again, never = items
+    measured(tmp_path, done)
+    for item in (trained, again):
+        folder = tmp_path / item.run.hash
+        folder.mkdir()
+        (folder / "finished.json").write_text('{"val_loss": 5.0}')
+    (tmp_path / trained.run.hash / "checkpoint").mkdir()
+    for name in ("config.json", "model.safetensors", "predictor.safetensors"):
+        (tmp_path / trained.run.hash / "checkpoint" / name).touch()
+    monkeypatch.setenv("PREDMOE_STORE", str(tmp_path))
+    assert cli.main(["plan", "--profile", "smoke", "--only", "01"]) == 0
+    out = capsys.readouterr().out
+    assert [item.state for item in plan.plan("smoke", ["01"], store=tmp_path)] == [plan.DONE, plan.TRAINED, plan.AGAIN, plan.MISSING]
+    assert out.splitlines()[1].split()[:5] == ["01_mechanism", "4", "1", "2", "1"]
+    assert ("1 of 4 runs are done; 1 trained, and to be measured (trained); 1 trained and to be measured, but without their weights here, so they are trained "
+            "again first (again); 1 not begun (missing). About") in out  # fmt: skip
+    assert all(f"{item.run.hash}  {state} " in out for item, state in ((trained, "trained"), (again, "again"), (never, "missing")))
+    assert out.endswith("To train and measure what is left (it can be interrupted and goes on): predmoe plan --profile smoke --only 01 --parallel 2 --train\n")
+    for item in items:
+        measured(tmp_path, item)
+    assert cli.main(["plan", "--profile", "smoke", "--only", "01"]) == 0
+    assert capsys.readouterr().out.endswith("All 4 runs are done.\n")
+
+
+@pytest.mark.parametrize("name", ["config.json", "finished.json", "timing.json", "provenance.json", "metrics.jsonl"])
+def test_a_run_with_a_damaged_file_is_not_called_done(tmp_path, monkeypatch, capsys, name):
+    first = plan.plan("smoke", ["01"], store=tmp_path)[0]
+    measured(tmp_path, first)
+    folder = tmp_path / first.run.hash
+    (folder / "finished.json").write_text('{"val_loss": 5.0}')
+    monkeypatch.setenv("PREDMOE_STORE", str(tmp_path))
+    assert cli.main(["plan", "--profile", "smoke", "--only", "01"]) == 0
+    capsys.readouterr()
+    (folder / name).write_text("{")
+    assert cli.main(["plan", "--profile", "smoke", "--only", "01"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"predmoe: {folder / name}") and "is damaged" in said and said.count("\n") == 1
 
 
 def test_the_command_prints_the_plan_and_refuses_what_is_unknown(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PREDMOE_STORE", str(tmp_path))
     assert cli.main(["plan", "--profile", "smoke", "--only", "01"]) == 0
     out = capsys.readouterr().out
-    assert "01_mechanism" in out and "4 of 4 runs are missing" in out and "02_horizons" not in out
+    assert "01_mechanism" in out and "0 of 4 runs are done" in out and "02_horizons" not in out
     assert cli.main(["plan", "--profile", "nosuch"]) == 2
     assert "unknown profile 'nosuch'" in capsys.readouterr().err
     assert cli.main(["plan", "--profile", "smoke", "--train", "--parallel", "0"]) == 2

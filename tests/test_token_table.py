@@ -10,9 +10,10 @@ from tiny_runs import lines, results, tiny
 
 from predmoe import token_table, worker
 from predmoe.config import ObjectiveConfig, to_dict
+from predmoe.files import write_json
 from predmoe.objectives import familiarity, terms
 from predmoe.token_table import DECAY, PRIOR, TokenTable
-from predmoe.train import Trainer, write_json
+from predmoe.train import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

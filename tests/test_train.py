@@ -16,12 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_runs import JOINT, STEPS, finished, folder_of, lines, results, tiny
 
 from predmoe import train, worker
+from predmoe.budget import parameters
+from predmoe.checkpoint import load_checkpoint
 from predmoe.config import ConfigError, RunConfig, TrainConfig, build, to_dict
-from predmoe.model import load_checkpoint
-from predmoe.train import LOG_EVERY, Trainer, TrainingError, build_parts, learning_rate, load_predictor, write_json
+from predmoe.files import write_json
+from predmoe.train import LOG_EVERY, Trainer, TrainingError, build_parts, learning_rate, load_predictor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -321,6 +324,7 @@ def test_a_finished_run_is_left_alone_and_a_lost_checkpoint_is_trained_again(cor
 def full_disk_sentence(text: str) -> str:
     last = text.strip().splitlines()[-1]
     assert last.startswith("predmoe: cannot save step") and "free some space and run again" in last and "Traceback" not in text, text
+    assert any(said in last for said in ("File too large", "No space left on device")), "the system's own words, not those that torch hides them behind"
     return last
 
 
@@ -448,3 +452,54 @@ def test_a_damaged_configuration_is_a_sentence(corpus, tmp_path, capsys):
     (folder / "config.json").write_text("{")
     assert worker.main([str(folder)]) == 2
     assert f"{folder / 'config.json'} is damaged" in capsys.readouterr().err
+    for text in ("{}", '{"model": ' + "[" * 100_000, '{"model": ' + "9" * 5000 + "}", json.dumps(to_dict(tiny(corpus)) | {"data": {"seed": 1}})):
+        (folder / "config.json").write_text(text)
+        assert worker.main([str(folder)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"predmoe: {folder / 'config.json'} is damaged") and "restore it from a copy, or remove the folder" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]"])
+def test_a_damaged_finished_json_is_noticed_before_training(corpus, tmp_path, capsys, monkeypatch, text):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    (folder / "finished.json").write_text(text)
+    monkeypatch.setattr(worker, "Trainer", lambda *_, **__: pytest.fail("it trains"))
+    assert worker.main([str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"predmoe: {folder / 'finished.json'} is damaged") and "trained again, to the same bits" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("text, said", [('{"folder": "state-00000007", "step": 7, "seconds": 1.0, "log_bytes": 0}', "names the checkpoint state-00000007, which is not there"),
+                                        ("{}", "without a usable folder, step, seconds, log_bytes")])  # fmt: skip
+def test_a_pointer_to_no_checkpoint_is_a_sentence(corpus, tmp_path, capsys, text, said):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    (folder / "state.json").write_text(text)
+    assert worker.main([str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"predmoe: {folder / 'state.json'} ") and said in error and "to train the run from its start" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"no tensors"), lambda path: save_file({"weights.1_0": torch.zeros(2)}, path)],
+                         ids=["missing", "damaged", "another shape"])  # fmt: skip
+def test_heads_that_do_not_fit_are_a_sentence(uninterrupted, corpus, tmp_path, damage):
+    folder = shutil.copytree(uninterrupted / "checkpoint", tmp_path / "checkpoint")
+    damage(folder / "predictor.safetensors")
+    with pytest.raises(ConfigError, match=f"^{folder / 'predictor.safetensors'} does not hold the heads of this run .*; restore it from a copy, or remove it"):
+        load_predictor(folder, tiny(corpus))
+
+
+@pytest.mark.parametrize("model", [{"hidden_size": 2**21}, {"num_layers": 2**31 - 1}, {"hidden_size": 2**30, "expert_size": 2**31 - 1}], ids=str)
+def test_a_model_too_large_for_memory_is_a_sentence_with_its_size(corpus, tmp_path, capsys, model):
+    config = tiny(corpus, model=model)
+    folder = folder_of(config, tmp_path / "run")
+    assert worker.main([str(folder)]) == 2
+    said, count = capsys.readouterr().err, parameters(config)
+    assert f"its {count['total'] + count['heads']:,} parameters" in said and f"holds {12.0 * (count['total'] + count['heads']):,.0f} bytes" in said and said.count("\n") == 1
+
+
+def test_memory_that_cannot_be_had_is_a_sentence_with_the_models_size(corpus, tmp_path, capsys, monkeypatch):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    monkeypatch.setattr(train, "build_parts", lambda config: torch.empty(1 << 60))   # torch's own error
+    assert worker.main([str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "too large for memory" in said and "can't allocate memory" in said and said.count("\n") == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from predmoe import worker
 from predmoe.config import PosthocConfig, RunConfig, build, to_dict
+from predmoe.files import write_json
 from predmoe.runs import MEASURED, Measurement
-from predmoe.train import write_json
 
 WORDS = "the of and expert router token layer disk cache reads before after predicts nothing else in time".split()
 JOINT = {"lambda_pred": 0.3, "ramp_start": 0.1, "ramp_end": 0.5}

@@ -7,7 +7,6 @@ Any OLMoE-format folder will do, ours or another's. The export appears whole or 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -23,7 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..config import PREDICTORS, ConfigError, ModelConfig
-from ..model import MoEModel, check_entries, dense_entries, expert_entries, find_checkpoint
+from ..files import parse_json
+from ..checkpoint import check_entries, dense_entries, expert_entries, find_checkpoint
+from ..model import MoEModel
 from .layout import ALIGNMENT, DTYPES, EXPERTS, HEADS, RESIDENT, TOKENIZER, Block, Manifest
 
 ROOM = 1 << 20   # bytes for manifest and file system beside what is counted
@@ -95,7 +96,7 @@ def export(source: str | Path | Source, out: str | Path, *, dtype: str = "bf16",
 
     `dtype`: of the experts; the resident part is kept as it is, or in bf16 with "bf16". `heads`: predictor ("linear",
     "ranking") -> a safetensors file of its weights; by default those that lie beside the checkpoint of one of our runs. `tokenizer`: its
-    name for `data.load_tokenizer`; by default the run's, or the folder's own tokenizer.json. Raises ConfigError for what
+    name for `tokenizer.load_tokenizer`; by default the run's, or the folder's own tokenizer.json. Raises ConfigError for what
     cannot be exported, and where the disk has not enough room; nothing is left behind then.
     """
     out = Path(out)
@@ -229,7 +230,7 @@ def own_tokenizer(folder: Path) -> str | None:
         return TOKENIZER
     run = folder.parent / "config.json"
     try:
-        return json.loads(run.read_text())["data"]["tokenizer"]
+        return parse_json(run.read_text())["data"]["tokenizer"]
     except (OSError, ValueError, KeyError, TypeError):
         return None   # not a run of ours: prompts are given as token ids
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..config import ConfigError, ModelConfig, build, to_dict
+from ..files import parse_json
 
 FORMAT, VERSION = "predmoe-engine", 1
 MANIFEST, RESIDENT, EXPERTS, HEADS, TOKENIZER = "manifest.json", "resident.safetensors", "experts.bin", "heads.safetensors", "tokenizer.json"
@@ -88,7 +89,7 @@ def load_manifest(folder: str | Path) -> Manifest:
     if not path.is_file():
         raise ConfigError(f"{folder} holds no {MANIFEST}: it is not an exported model; `predmoe export CHECKPOINT OUT` makes one")
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise ConfigError(f"{path} is not the manifest of an exported model")
         if found.get("version") != VERSION:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..config import ConfigError, ModelConfig
 from ..kernels import rotary
-from ..model import Layer, dense_entries
+from ..checkpoint import dense_entries
+from ..model import Layer
 from .layout import HEADS, RESIDENT, Manifest
 from .storage import EngineError
 

@@ -1,4 +1,4 @@
-"""An exported model's tokenizer: one of `data.load_tokenizer`, or the tokenizer.json that came with the checkpoint."""
+"""An exported model's tokenizer: one of `tokenizer.load_tokenizer`, or the tokenizer.json that came with the checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Text:
             self.encode, self.decode = lambda text: held.encode(text).ids, lambda ids: held.decode(list(ids))
             self.end = next((held.token_to_id(name) for name in ("<|endoftext|>", "</s>") if held.token_to_id(name) is not None), None)
         else:
-            from ..data import load_tokenizer
+            from ..tokenizer import load_tokenizer
 
             held = load_tokenizer(manifest.tokenizer)
             self.encode, self.decode, self.end = held.encode, held.decode, held.eot

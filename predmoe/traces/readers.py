@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..files import parse_json
 from .schema import ABSENT, DECODE, PREFILL, Meta, Trace, TraceError, build
 
 READERS: dict[str, Callable[..., Trace]] = {}
@@ -204,7 +204,7 @@ def token_jsonl(path: Path, *, num_experts: int | None = None, expert_bytes=1, m
             if not line.strip():
                 continue
             try:
-                layers = json.loads(line)["layers"]
+                layers = parse_json(line)["layers"]
                 shape = (len(layers), len(layers[0]))
             except (ValueError, KeyError, TypeError, IndexError):
                 raise TraceError(f"{path}, line {number}: no JSON object with layers; is the file cut short?") from None
@@ -238,7 +238,7 @@ def _rectangle(layers, shape: tuple[int, int], at: str) -> None:
 def prompt_json(path: Path, *, prompt: str | None = None, expert_bytes=1, source: str = "", on_policy: bool | None = None) -> Trace:
     """All prompts as sequences one after the other, or the one named `prompt`: one prefill pass each, then its decode steps."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
         prompts = data["prompts"]
         shape = (int(data["num_layers"]), int(data["top_k"]))
         if min(shape) < 1:

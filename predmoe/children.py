@@ -1,0 +1,64 @@
+"""How a run's child process ends: with a sentence in its log, or, where the log cannot be written, with an exit code that says why; and with its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+
+FAILED = 2
+SILENT = 64   # plus the errno of the write that failed: the exit code of a child that could not write its last words
+PARENT = "PREDMOE_PARENT"   # the process without which the child has nobody to work for
+LOOK_SECONDS = 0.5
+
+
+def last_words(sentence: str) -> int:
+    """Write a failed child's sentence and return its exit code. On a full disk there may be no room for it: then the exit code has to do."""
+    try:
+        print(f"predmoe: {sentence}", file=sys.stderr, flush=True)
+        return FAILED
+    except OSError as error:
+        _silence()
+        return SILENT + error.errno
+
+
+def unsaid(exit_code: int) -> str | None:
+    """Why a child could not write its last words, from its exit code; None where it could."""
+    return os.strerror(exit_code - SILENT) if SILENT < exit_code < 256 else None
+
+
+def _silence() -> None:
+    """What is still held back for the log is dropped: Python would try to write it once more, and end with an exit code of its own."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+
+
+def say(line: str) -> None:
+    """A line of progress in the log. Raises OSError where it cannot be written: the disk is full, and the next checkpoint will not fit either."""
+    print(line, flush=True)
+
+
+def work_for_parent() -> dict[str, str]:
+    """What the environment tells a child, so that it ends with this process."""
+    return {PARENT: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it has ended, however it did, kill -9 included: nobody would wait for the result.
+
+    Without effect where no parent of ours started it, as under torchrun on a cluster. What was saved stays, and a later call goes on from it.
+    """
+    if not (parent := os.environ.pop(PARENT, "")):
+        return
+
+    def watch():
+        while os.getppid() == int(parent):
+            time.sleep(LOOK_SECONDS)
+        with contextlib.suppress(OSError):
+            say("the process that started this run has ended, and so does this one; the same command goes on from the last checkpoint")
+        os._exit(FAILED)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,45 @@
+"""The small files of a run: whatever is in them is read, or refused with a sentence that names the file."""
+
+import pytest
+
+from predmoe.config import ConfigError, DataConfig, ModelConfig, build
+from predmoe.files import parse_json, read_config, read_json, read_lines
+
+DEEP, LONG = '{"a": ' + "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
+
+
+@pytest.mark.parametrize("text", ["", "{", DEEP, LONG, b"\xff"])
+def test_json_that_cannot_be_read_is_a_value_error(text):
+    with pytest.raises(ValueError):
+        parse_json(text)
+    assert parse_json('{"a": [1]}') == {"a": [1]}
+
+
+@pytest.mark.parametrize("text, said", [(DEEP, "nested too deeply"), (LONG, "Exceeds the limit"), ("[1]", "holds a list"), ("{}", "without a usable a")])
+def test_a_damaged_file_is_a_sentence_that_names_it(tmp_path, text, said):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{path} is damaged .*{said}.*; restore it from a copy, or remove the folder {tmp_path}"):
+        read_json(path, {"a": list})
+
+
+@pytest.mark.parametrize("text", [DEEP, LONG, "[1]"])
+def test_a_damaged_line_is_named_by_its_number(tmp_path, text):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + text + "\n")
+    with pytest.raises(ConfigError, match=f"^{path}, line 2 is damaged"):
+        read_lines(path)
+
+
+@pytest.mark.parametrize("text, said", [('{"seed": 1}', "unknown parameter seed"), ('{"order_seed": "1"}', "order_seed='1' is str"), ("{", "is damaged")])
+def test_a_configuration_that_cannot_be_used_is_told_with_its_path_once(tmp_path, text, said):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{path} is damaged.*; restore it from a copy, or remove the folder {tmp_path} to make it again$") as error:
+        read_config(path, DataConfig)
+    assert said in str(error.value) and str(error.value).count(str(path)) == 1
+
+
+def test_an_integer_too_large_for_a_float_is_a_sentence():
+    with pytest.raises(ConfigError, match="ModelConfig.init_std is an integer of 1329 bits, too large for a float"):
+        build(ModelConfig, {"init_std": 10**400} | dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "num_heads", "expert_size", "num_experts", "top_k", "context"), 4))
