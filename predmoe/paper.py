@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from . import paper_figures, paper_tables, paper_text, paths, results
 from .config import ConfigError
 from .tex import escape
