@@ -366,7 +366,7 @@ def claims_table(claims: Iterable[Mapping]) -> pd.DataFrame:
     shown = [claim | {"notebook": claim["notebook"] + (" (not run)" if claim["why"] == deciding.not_run(claim["notebook"]) else "")} for claim in claims]
     ordered = sorted(shown, key=lambda claim: not claim["headline"])
     columns = ["verdict", "statement", "measured", "reference", "notebook"]
-    return pd.DataFrame(ordered)[columns].rename(columns={"statement": "claim of the reference study", "measured": "measured here"})
+    return pd.DataFrame(ordered, columns=columns).rename(columns={"statement": "claim of the reference study", "measured": "measured here"})
 
 
 def provenance_table(found: Mapping[str, Mapping]) -> pd.DataFrame:
