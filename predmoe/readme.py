@@ -21,7 +21,11 @@ BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
 
 def render(text: str) -> str:
     """README's text with every computed part brought up to date."""
-    for name, part in (("results:cpu", findings("cpu")), ("state:cpu", state("cpu")), ("placebo:cpu", placebo("cpu")), ("figures:cpu", figures("cpu", _around(text, "figures:cpu", "README.md")[1])), ("explorer", screenshot("cpu")), ("benchmarks", benchmarks()), ("sources", sources()), ("sources large", sources(large=True)), ("tiers", tiers())):
+    parts = {
+        "results:cpu": findings("cpu"), "state:cpu": state("cpu"), "placebo:cpu": placebo("cpu"), "figures:cpu": figures("cpu", _around(text, "figures:cpu", "README.md")[1]),
+        "explorer": screenshot("cpu"), "benchmarks": benchmarks(), "sources": sources(), "sources large": sources(large=True), "tiers": tiers(),
+    }  # fmt: skip
+    for name, part in parts.items():
         text = _filled(text, name, part, "README.md")
     return text
 
@@ -76,9 +80,13 @@ def state(profile: str) -> str:
     done, missing = ([name for name, ran in executed.items() if ran is which] for which in (True, False))
     numbers = [name.split("_")[0] for name in done if not name.startswith("00")]
     weights = " (but for `11_engine`, which needs weights, and these are not committed)" if "11_engine" in done else ""
-    again = f" `predmoe report --profile {profile} --only {' '.join([*numbers, '00'])}` rebuilds them from the committed measurements, without training{weights}." if done else ""
-    rest = f" Written, and still to be executed at this profile: {', '.join(f'`{name}`' for name in missing)}; `predmoe plan --profile {profile}` lists the models that are to be trained for them." if missing else ""
-    return f"{len(done)} of {len(executed)} notebooks are executed at the `{profile}` profile: {', '.join(f'`{name}`' for name in done) or 'none'}.{again}{rest}\n\n"
+    listed = lambda names: ", ".join(f"`{name}`" for name in names)  # noqa: E731
+    said = [f"{len(done)} of {len(executed)} notebooks are executed at the `{profile}` profile: {listed(done) or 'none'}."]
+    if done:
+        said.append(f"`predmoe report --profile {profile} --only {' '.join([*numbers, '00'])}` rebuilds them from the committed measurements, without training{weights}.")
+    if missing:
+        said.append(f"Written, and still to be executed at this profile: {listed(missing)}; `predmoe plan --profile {profile}` lists the models that are to be trained for them.")
+    return "\n".join(said) + "\n\n"
 
 
 def placebo(profile: str) -> str:

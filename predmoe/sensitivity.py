@@ -270,6 +270,7 @@ def say_map(found: pd.DataFrame, guard: str) -> str:
 
     slow, fast = near.gb_per_s.min(), near.gb_per_s.max()
     words = {"none": "Without the guard", "window": "With the guard"}[guard]
-    return (f"{words} prefetching harms in {int((mine.gain < 0).sum())} of {len(mine)} cells of the map, which has predictors of every recall from {mine.recall.min():g} to {mine.recall.max():g} and every "
-            f"precision from {mine.precision.min():g} to {mine.precision.max():g}, bad ones too (gains from {mine.gain.min():+.0%} to {mine.gain.max():+.0%}); at h = {near.horizon.iloc[0]}, "
+    told = f"of every recall from {mine.recall.min():g} to {mine.recall.max():g} and every precision from {mine.precision.min():g} to {mine.precision.max():g}, bad ones too"
+    return (f"{words} prefetching harms in {int((mine.gain < 0).sum())} of {len(mine)} cells of the map, which has predictors {told} "
+            f"(gains from {mine.gain.min():+.0%} to {mine.gain.max():+.0%}); at h = {near.horizon.iloc[0]}, "
             f"on the {slow:g} GB/s disk {at(slow)}; on the {fast:g} GB/s disk {at(fast)}.")  # fmt: skip

@@ -83,7 +83,7 @@ def test_a_reason_is_read_without_the_names_of_effects():
     claim = claims.evaluate(CLAIMS["ranking-gain"], made((0.005, 0.043, 0.052)))
     assert "joint hit.ranking" in claim["why"] and claims.reason(claim).endswith("but the size differs more than twofold: h = 1") and "uncorrected" in claims.reason(claim)
     whole = claims.evaluate(CLAIMS["dose-response"], doses(LEVELS, LOSSES))
-    assert claims.reason(whole).startswith("4 of 6 parts replicated. 0.03 against none: replicated (") and "input 0.03 hit" not in claims.reason(whole)
+    assert claims.reason(whole).startswith("6 of 6 parts replicated. 0.03 against none: replicated (") and "input 0.03 hit" not in claims.reason(whole)
     assert claims.reason(claims.evaluate(CLAIMS["dose-response"], {})) == claims.not_run("03_dose")
 
 

@@ -250,8 +250,8 @@ def test_the_table_holds_what_would_be_simulated(table):
 
 def test_the_table_keeps_the_guard_that_the_widget_stands_at(held):
     """05's explorer has the guard on, as its tables have: the page gives the same speeds, and says that the guard is held."""
-    widget = explorer_widget.explorer({"t": {"a": held}}, guard="window")
-    table = explorer_grid.tabulate(widget, grid=GRID | {"horizon": (1,), "budget": (0,), "gb_per_s": (5.0,)})
+    widget = explorer_widget.explorer({"t": {"a": held}}, guard="window", gb_per_s=1.0, layer_ms=2.0)   # a read of 5 MB outlasts a layer
+    table = explorer_grid.tabulate(widget, grid=GRID | {"horizon": (1,), "budget": (0,), "gb_per_s": (1.0,)})
     at, where = table["settings"] | table["fixed"], table["rows"]["predictor"]
     assert table["fixed"] == {"guard": "window"}
     values, index = {c["name"]: c["values"] for c in table["controls"]}, 0

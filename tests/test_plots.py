@@ -106,7 +106,7 @@ def test_forest_shows_means_intervals_and_reference_in_points():
     assert all(xs in drawn_at for xs in ([1.5, 2.5], [1.0, 3.0], [2.0], [2.9]))
 
 
-@pytest.mark.parametrize("name", ["hits", "layers", "summary", "convergence"])
+@pytest.mark.parametrize("name", ["hits", "layers", "summary"])
 def test_an_axis_of_shares_ends_where_shares_do(name):
     """Two seeds have intervals many times as wide as what they bracket."""
     arms = study((0, 1))
