@@ -7,7 +7,8 @@ then that of all parts together (`stats.verdict_all`), and every part keeps its 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,10 +24,10 @@ class ResultError(ConfigError):
 
 
 def evaluate(spec: Mapping, results: Mapping[str, Mapping]) -> dict:
-    """One entry of claims.json from one of claims.yaml and the results by experiment; the first of its notebooks that has run decides."""
-    ran = [name for name in spec["notebook"] if name in results]
-    notebook = ran[0] if ran else spec["notebook"][-1]
-    arms = results[notebook]["arms"] if ran else None
+    """One entry of claims.json from one of claims.yaml and the results by experiment; which of its notebooks decides says `deciding`."""
+    ran = deciding(spec["notebook"], results)
+    notebook = ran or spec["notebook"][-1]
+    arms = results[ran]["arms"] if ran else None
     parts = [_part(part, arms, notebook) for part in spec.get("parts", [spec])]
     effects = [effect for part in parts for effect in part["effects"]]
     decided, measured = stats.Verdict(parts[0]["verdict"], parts[0]["why"]), parts[0]["measured"]
@@ -40,9 +41,47 @@ def evaluate(spec: Mapping, results: Mapping[str, Mapping]) -> dict:
     } | ({"parts": parts} if "parts" in spec else {})  # fmt: skip
 
 
+def deciding(notebooks: Sequence[str], results: Mapping[str, Mapping]) -> str | None:
+    """Of the experiments that could decide a comparison, the best first, the one that does: the first of those that have the most seeds of the
+    ordinary model among those that have been run; None where none has.
+
+    Every claim, the report's first lines, its figure and the paper ask here, so that they stand on the same models. Seeds are those of the arm "baseline" (of all arms
+    where there is none), so that models of other sizes, which a notebook names otherwise, do not count.
+    """
+    def seeds(name: str) -> int:
+        rows = results[name]["arms"]
+        return len({row["seed"] for row in [row for row in rows if row["arm"] == "baseline"] or rows})
+
+    return max((name for name in notebooks if name in results), key=seeds, default=None)   # of equals, max gives the first
+
+
+def not_run(notebook: str) -> str:
+    """Why a claim has no verdict whose experiment has not been executed."""
+    return f"{notebook} has not been run in this profile"
+
+
+NAMES = r"(?P<joint>: | only for )(?P<names>[^()]*?(?: - |, h=|\.|_)[^()]*)$"   # the internal names of effects at the end of a verdict's reason
+
+
+def reason(claim: Mapping) -> str:
+    """Why a claim has its verdict, for reading: of the names of effects that may end a reason only the horizons; of several parts, each part's reason."""
+    if not (parts := claim.get("parts")) or not claim["effects"]:
+        return plain_reason(claim["why"])
+    held = sum(part["verdict"] == stats.REPLICATED for part in parts)
+    return f"{held} of {len(parts)} parts replicated. " + "; ".join(f"{part['name']}: {part['verdict']} ({plain_reason(part['why'])})" for part in parts)
+
+
+def plain_reason(why: str) -> str:
+    """A verdict's reason with, of the names of effects that may end it, only the horizons."""
+    if not (match := re.search(NAMES, why)):
+        return why
+    at = ", ".join(dict.fromkeys(f"h = {h}" for h in re.findall(r"h=(\d+)", match["names"])))
+    return why[: match.start()] + (match["joint"] + at if at else "" if match["joint"] == ": " else " in part")
+
+
 def _part(spec: Mapping, arms: list[Mapping] | None, notebook: str) -> dict:
     """A part, or a claim that is its own only part, as claims.json holds it."""
-    effects, missing = [], f"{notebook} has not been run in this profile"
+    effects, missing = [], not_run(notebook)
     if "measure" not in spec:
         missing = "no experiment measures this yet"
     elif arms is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from IPython.display import HTML
 
+from . import claims as deciding
 from . import config, results, stats
 from .plots import PREDICTORS
 
@@ -54,6 +55,13 @@ def training_curves(pairs: Sequence[tuple[str, config.RunConfig]], *, profile: s
             for line in logged if "terms" in line for term, nats in line["terms"].items()
         ]  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def primary(found: Mapping[str, Mapping]) -> str | None:
+    """The experiment on which the comparison of joint with baseline stands, in the report's first lines, its figure, the claims and the paper (see
+    `claims.deciding`); None: none of those that have it is among `found`, results by experiment."""
+    (headline,) = (spec for spec in results.claim_specs() if spec["id"] == "ranking-gain")
+    return deciding.deciding(headline["notebook"], found)
 
 
 # --- tables ------------------------------------------------------------------------------------------------------------
@@ -184,6 +192,21 @@ def hit_effects(
 def scalar_effects(arms: Sequence[Mapping], treatment: str, control: str, metrics: Mapping[str, str]) -> list[dict]:
     """Paired effects of single numbers; `metrics`: dotted path -> unit."""
     return [_paired(arms, treatment, control, path, path, unit) | {"metric": path, "family": "exploratory"} for path, unit in metrics.items()]
+
+
+def relative_effect(arms: Sequence[Mapping], treatment: str, control: str, metric: str) -> dict:
+    """`treatment` against `control` as a share of it, paired by seed: of the arms of a simulation, say."""
+    values = [results.values_by_seed(arms, arm, metric) for arm in (treatment, control)]
+    return stats.paired(*values, relative=True, name=f"{treatment} - {control}", unit="percent").as_dict()
+
+
+def with_levels(arms: Sequence[Mapping], effects: Sequence[Mapping]) -> list[dict]:
+    """Effects of `hit_effects` with `levels`: the means of control and treatment over the seeds of the effect."""
+    found = []
+    for e in effects:
+        values = [results.values_by_seed(arms, e[side], f"{e['metric']}.{e['predictor']}.{e['horizon']}") for side in ("control", "treatment")]
+        found.append(dict(e) | {"levels": tuple(float(np.mean([side[seed] for seed in e["seeds"]])) for side in values)})
+    return found
 
 
 def document_effects(arms: Sequence[Mapping], treatment: str, control: str, *, predictor: str) -> list[dict]:
@@ -339,10 +362,11 @@ def variation_table(measured: Mapping[str, Sequence[Mapping]], predictor: str = 
 # --- for the report ----------------------------------------------------------------------------------------------------
 
 def claims_table(claims: Iterable[Mapping]) -> pd.DataFrame:
-    """Claims for reading, headline ones first."""
-    ordered = sorted(claims, key=lambda claim: not claim["headline"])
+    """Claims for reading, headline ones first; a notebook that has not been executed is marked as not run."""
+    shown = [claim | {"notebook": claim["notebook"] + (" (not run)" if claim["why"] == deciding.not_run(claim["notebook"]) else "")} for claim in claims]
+    ordered = sorted(shown, key=lambda claim: not claim["headline"])
     columns = ["verdict", "statement", "measured", "reference", "notebook"]
-    return pd.DataFrame(ordered)[columns].rename(columns={"statement": "claim of the reference study", "measured": "measured here"})
+    return pd.DataFrame(ordered, columns=columns).rename(columns={"statement": "claim of the reference study", "measured": "measured here"})
 
 
 def provenance_table(found: Mapping[str, Mapping]) -> pd.DataFrame:
@@ -357,13 +381,23 @@ def provenance_table(found: Mapping[str, Mapping]) -> pd.DataFrame:
     ])  # fmt: skip
 
 
-def summary_tables(result: Mapping) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The three tables of `plots.summary` from the results of 02_horizons: hit@k levels, paired effects, costs."""
-    arms = result["arms"]
-    treatments = [arm for arm in dict.fromkeys(row["arm"] for row in arms) if arm != "baseline"]
-    effects = [effect for arm in treatments for effect in hit_effects(arms, arm, "baseline", predictors=[PRIMARY])]
-    table = forest_table(effects, reference_effects())
-    table.loc[table.arm != "joint", "reference"] = np.nan   # the reference has no other arm
-    costs = tradeoff(arms, PRIMARY)
-    costs = costs[(costs.horizon == costs.horizon.min()) & (costs.arm != "baseline")]   # the loss is the same at every horizon
-    return hits(arms).query("predictor == @PRIMARY"), table, costs
+def summary_tables(found: Mapping[str, Mapping]) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """The three tables of `plots.summary`: hit@k levels, paired effects, costs. `found`: results by experiment; one of `primary`'s has to be there.
+
+    Joint and baseline are those of `primary`. The alternative objective, which 02_horizons alone has, keeps that experiment's seeds and is
+    paired with its baselines.
+    """
+    main = primary(found)
+    groups = [[row for row in found[main]["arms"] if row["arm"] in ("baseline", "joint")]]
+    if "02_horizons" in found:
+        groups.append([row for row in found["02_horizons"]["arms"] if row["arm"] in ("baseline", "alternative")])
+    levels, effects, costs = [], [], []
+    for arms in groups:
+        for arm in dict.fromkeys(row["arm"] for row in arms if row["arm"] != "baseline"):
+            table = forest_table(hit_effects(arms, arm, "baseline", predictors=[PRIMARY]), reference_effects())
+            effects.append(table if arm == "joint" else table.assign(reference=np.nan))   # the reference has no other arm
+            cost = tradeoff(arms, PRIMARY)
+            costs.append(cost[(cost.horizon == cost.horizon.min()) & (cost.arm == arm)])   # the loss is the same at every horizon
+            shown = hits(arms).query("predictor == @PRIMARY")
+            levels.append(shown[shown.arm.isin([arm, "baseline"])] if not levels else shown[shown.arm == arm])
+    return tuple(pd.concat(tables, ignore_index=True) for tables in (levels, effects, costs))

@@ -56,10 +56,11 @@ def tabulate(widget: Explorer, *, grid: Mapping[str, Sequence] | None = None, ch
     for name in ("horizon", "budget"):
         values[name] = [value for value in values[name] if value in offered[name]["values"]] or offered[name]["values"][:1]
     controls = [{"name": name, "kind": offered[name]["kind"], "values": list(values[name])} | ({"of": keys} if name == "slots" else {}) for name in ORDER]
+    fixed = {"guard": widget.settings["guard"]}
     first = explore.nearest(widget.settings, controls)
 
     pack = _Pack()
-    settings = {row: [Settings(**first | dict(zip(axes, position))) for position in itertools.product(*(values[name] for name in axes))] for row, axes in AXES.items()}
+    settings = {row: [Settings(**first | fixed | dict(zip(axes, position))) for position in itertools.product(*(values[name] for name in axes))] for row, axes in AXES.items()}
     with ThreadPoolExecutor() as pool:
         rows = {row: pack.add(row, list(pool.map(lambda s, row=row: _position(held[s.trace, s.arm], s, row), settings[row]))) for row in AXES}
         axes = (*MACHINE, "horizon")
@@ -69,7 +70,7 @@ def tabulate(widget: Explorer, *, grid: Mapping[str, Sequence] | None = None, ch
     at = {f"{s.trace}|{s.arm}|{s.predictor}|{s.horizon}|{s.budget}": s for s in settings["predictor"]}
     points = {key: [{**p, "recall": round(p["recall"], 4), "precision": round(p["precision"], 4)} for p in explore.points(held[s.trace, s.arm].trace, s)] for key, s in at.items()}
     label = lambda key: "|".join(key)  # noqa: E731
-    return {"version": VERSION, "controls": controls, "settings": first, "fixed": {"guard": Settings.guard}, "columns": COLUMNS, "words": pack.words,
+    return {"version": VERSION, "controls": controls, "settings": first, "fixed": fixed, "columns": COLUMNS, "words": pack.words,
             "rows": {row: {"axes": AXES[row], "source": {"router": ROUTER}.get(row, row), **where} for row, where in rows.items()},
             "map": {"axes": axes, "recalls": explore.RECALLS, "precisions": explore.PRECISIONS, "tokens": {label(key): h.beginning.num_tokens for key, h in held.items()}},
             "points": points, "about": {label(key): h.about for key, h in held.items()}, **pack.packed()}  # fmt: skip

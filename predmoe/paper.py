@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
 from . import paper_figures, paper_tables, paper_text, paths, results
 from .config import ConfigError
 from .tex import escape
@@ -30,7 +28,7 @@ def write(profile: str, folder: Path = FOLDER, *, any_commit: bool = False, figu
     doubts = mixture(found)
     if doubts and not any_commit:
         raise ConfigError(f"the results of profile {profile} are not of one clean commit: {'; '.join(doubts)}. Run `predmoe report --profile {profile}` at one commit, or give --any-commit and the paper says so")
-    decided = paper_text.decide(found, yaml.safe_load((results.ASSETS / "claims.yaml").read_text()))
+    decided = paper_text.decide(found, results.claim_specs())
     values = paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found)
     values["source.doubts"] = rf"\textbf{{These results are not of one clean commit:}} {escape('; '.join(doubts))}." if doubts else ""
     asked = (folder / "main.tex").read_text()

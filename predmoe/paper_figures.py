@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from . import controls, experiments, frontier, isolation, paths, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, stats
-from .paper_text import PRIMARY
 
 WIDTH = 6.4   # inches: the text's width in main.tex
 
@@ -24,7 +23,7 @@ WIDTH = 6.4   # inches: the text's width in main.tex
 class Spec:
     """One figure: of which experiment, which of its figures (whose alternative text it takes), how it is drawn and how tall it is in print."""
 
-    experiment: str | tuple[str, ...]   # of several the first that has been run
+    experiment: str | None   # None: the one on which the main comparison stands (`experiments.primary`)
     figure: str
     height: float   # inches
     draw: Callable[[Mapping, Callable[[str], pd.DataFrame]], Figure]   # (results of the experiment, read a table) -> Figure
@@ -36,13 +35,11 @@ class Spec:
 
     def of(self, found: Mapping[str, Mapping]) -> str | None:
         """The experiment whose results are drawn; None where none of them has been run."""
-        names = (self.experiment,) if isinstance(self.experiment, str) else self.experiment
-        return next((name for name in names if name in found), None)
+        return experiments.primary(found) if self.experiment is None else self.experiment if self.experiment in found else None
 
 
 def _summary(result, table):
-    own = [row for row in result["arms"] if row["arm"] in ("baseline", "joint", "alternative")]   # without those of other sizes
-    return plots.summary(*experiments.summary_tables({"arms": own}), gate=stats.MAX_LOSS_INCREASE)
+    return plots.summary(*experiments.summary_tables({result["experiment"]: result}), gate=stats.MAX_LOSS_INCREASE)
 
 
 def _bandwidth(result, table):
@@ -66,7 +63,7 @@ def _many(name: str, panel: str, value: str, label: str, title: str):
 
 
 FIGURES: dict[str, Spec] = {
-    "summary": Spec(experiment=PRIMARY, figure="effects", height=2.35, draw=_summary),
+    "summary": Spec(experiment=None, figure="effects", height=2.35, draw=_summary),
     "dose": Spec(experiment="03_dose", figure="dose", height=2.4, draw=lambda r, t: plots.dose(t("doses"), gate=stats.MAX_LOSS_INCREASE)),
     "six": Spec(experiment="04_isolation", figure="six_arms", height=2.5, draw=lambda r, t: plots_isolation.six_arms(t("six_arms"), isolation.reference_levels())),
     "power": Spec(experiment="06_seeds", figure="power", height=2.3, draw=lambda r, t: plots_isolation.power(t("power"), wanted=0.8)),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import pandas as pd
 
 from . import config, experiments, model, paths, reference_table, results, stats
-from .paper_text import EXPERIMENTS, VERDICTS, effect, notrun, number, primary
+from .paper_text import EXPERIMENTS, VERDICTS, effect, notrun, number
 from .plots import PREDICTORS
 from .tex import escape, listed, prose, rows
 
@@ -18,7 +18,7 @@ NONE = "--"
 def values(profile: str, found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str, str]:
     """Every table by name. A table whose experiment has not been run is one line that says so."""
     made = {"table.sizes": _sizes(found), "table.headline": claims(c for c in decided if c["headline"]), "table.claims": claims(decided), "table.provenance": provenance(found)}
-    main = primary(found)
+    main = experiments.primary(found)
     asked = found[main]["provenance"]["parameters"]["horizons"] if main else (1, 2, 4)
     made["head.horizons"] = " & ".join(f"${h}$" for h in asked)
     made["list.failed"], made["list.partly"] = failed(decided), partly(decided)
@@ -39,7 +39,7 @@ def _absent(experiment: str, columns: int) -> str:
 
 def _sizes(found) -> str:
     known, lines = results.reference()["tiers"], []
-    main = primary(found)
+    main = experiments.primary(found)
     for name in [found[main]["provenance"]["parameters"]["tier"] if main else "cpu"]:
         tier = config.TIERS[name]
         shape, size = tier.model, model.count_parameters(tier.model)

@@ -25,7 +25,6 @@ BESIDE = {   # experiment -> findings that its notebook has room for and the pap
     "04_isolation": r"^Linear, |^On the joint backbone", "06_seeds": AGAIN + r"|^To find an effect of 0", "07_controls": r"^Of the baseline model's",
     "11_engine": r"^\w+-(next_router|linear|oracle) is ", "14_ranking_seeds": AGAIN, "15_frontier": r"^On S[RC]",
 }  # fmt: skip
-PRIMARY = ("14_ranking_seeds", "06_seeds", "02_horizons")   # of joint against baseline: the first that has been run, as in assets/claims.yaml
 DETAILS = {   # name -> (experiment, the beginning of its finding): single sentences that have a place of their own
     "say.reproduction": ("05_cache_simulation", "With a Zipf exponent"), "say.waste": ("05_cache_simulation", "Waste by an ever-used set"),
     "say.ranked": ("05_cache_simulation", "The study's guesses"), "say.traces": ("05_cache_simulation", "On our models' traces"),
@@ -59,11 +58,6 @@ def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str
     return made
 
 
-def primary(found: Mapping[str, Mapping]) -> str | None:
-    """The experiment on which the paper's main comparison stands: the one with most seeds that has been run; None: none has."""
-    return next((name for name in PRIMARY if name in found), None)
-
-
 def notrun(experiment: str) -> str:
     return rf"\notrun{{{experiment}}}"
 
@@ -81,7 +75,7 @@ def effect(e: Mapping, unit: str) -> str:
 # --- what was fixed ----------------------------------------------------------------------------------------------------
 
 def _protocol(found) -> dict[str, str]:
-    main = primary(found)
+    main = experiments.primary(found)
     asked = found[main]["provenance"]["parameters"] if main else {}
     tier = config.TIERS[asked.get("tier", "cpu")]
     objective, fit = tier.objective, tier.posthoc
@@ -120,24 +114,13 @@ def _claims(decided) -> dict[str, str]:
     return made
 
 
-NAMES = r"(?P<joint>: | only for )(?P<names>[^()]*?(?: - |, h=|\.|_)[^()]*)$"   # the internal names of effects at the end of a verdict's reason
-
-
 def reason(claim: Mapping) -> str:
     """Why a claim has its verdict; of one with several parts, each part's own verdict."""
     parts = claim.get("parts", [])
     if not parts:
-        return _why(claim["why"])
+        return prose(deciding.plain_reason(claim["why"]))
     held = sum(part["verdict"] == stats.REPLICATED for part in parts)
     return prose(f"{held} of {len(parts)} parts replicated: " + "; ".join(f"{part['name']}, {VERDICTS[part['verdict']]}" for part in parts))
-
-
-def _why(text: str) -> str:
-    """A verdict's reason with, of the names of effects that may end it, only the horizons."""
-    if not (match := re.search(NAMES, text)):
-        return prose(text)
-    at = ", ".join(dict.fromkeys(re.findall(r"h=\d+", match["names"])))
-    return prose(text[: match.start()] + (match["joint"] + at if at else "" if match["joint"] == ": " else " in part"))
 
 
 # --- sentences ---------------------------------------------------------------------------------------------------------
@@ -157,7 +140,7 @@ OTHER = ("alternative", "alternative-cost")
 def _of_horizons(found) -> dict[str, str]:
     """Joint against baseline, of the primary experiment; the alternative objective, of 02_horizons, which alone has it."""
     made = {f"say.{name}": notrun("02_horizons") for name in MAIN + OTHER}
-    if (main := primary(found)) is None:
+    if (main := experiments.primary(found)) is None:
         return made
     result = found[main]
     arms, gates = result["arms"], {gate["arm"]: gate["sentence"] for gate in result["gates"]}
@@ -193,12 +176,6 @@ def _alternative(result) -> dict[str, str]:
     return {"alternative": findings.say_by_horizon(against, "Against the study's objective, the best alternative, chosen on other seeds,", "hit@k"), "alternative-cost": f"It {gate}."}
 
 
-def relative(result: Mapping, arm: str, minus: str, metric: str, prefix: str = "") -> dict:
-    """`arm` against `minus` as a share of it, paired by seed, from the arms of a simulation's results."""
-    sides = [results.values_by_seed(result["arms"], prefix + name, metric) for name in (arm, minus)]
-    return stats.paired(*sides, relative=True, name=f"{arm} - {minus}", unit="percent").as_dict()
-
-
 def _of_simulator(found) -> dict[str, str]:
     worth, waiting = "05_cache_simulation", "08_latency_sensitivity"
     made = {}
@@ -212,7 +189,7 @@ def _of_simulator(found) -> dict[str, str]:
              ("ttft-joint", waiting, "joint-linear", "baseline-linear", "ttft_ms", "Beyond that the joint model", "the cold time to first token"))  # fmt: skip
     for name, experiment, arm, minus, metric, subject, quantity in asked:
         ran = experiment in found
-        made[f"say.{name}"] = prose(findings.say(relative(found[experiment], arm, minus, metric), subject, quantity, "percent")) if ran else notrun(experiment)
+        made[f"say.{name}"] = prose(findings.say(experiments.relative_effect(found[experiment]["arms"], arm, minus, metric), subject, quantity, "percent")) if ran else notrun(experiment)
     return made
 
 

@@ -65,6 +65,8 @@ def hit_by_horizon(table: pd.DataFrame, *, value: str = "hit", label: str = "hit
         ax.grid(axis="x", visible=False)
         if value != "hit":
             ax.axhline(0, color="#555555", linewidth=1)
+    if value != "margin":
+        shares(*axes)
     axes[0].set_ylabel(label)
     _legend(figure, table)
     return figure
@@ -159,6 +161,7 @@ def convergence(curves: pd.DataFrame) -> Figure:
             ax.plot(line.step, line.dev_hit, color=looks[arm]["color"], linestyle=looks[arm]["linestyle"], linewidth=1)
             ax.plot(line.step.iloc[-1], line.dev_hit.iloc[-1], color=looks[arm]["color"], marker=looks[arm]["marker"], markersize=5)
         ax.set(title=PREDICTORS.get(predictor, predictor), xlabel="steps of the post-hoc fit")
+        shares(ax)
     axes[0].set_ylabel("hit@k on the dev set,\nmean over horizons")
     _legend(figure, curves, seeds=False)
     return figure
@@ -198,6 +201,8 @@ def layers(table: pd.DataFrame, *, value: str = "hit", label: str = "hit@k (shar
         ax.grid(axis="x", visible=False)
         if value != "hit":
             ax.axhline(0, color="#555555", linewidth=1)
+    if value == "hit":
+        shares(*axes)
     axes[0].set_ylabel(label)
     _legend(figure, table)
     return figure
@@ -240,7 +245,7 @@ def terms(table: pd.DataFrame) -> Figure:
 
 @_styled
 def summary(hits: pd.DataFrame, effects: pd.DataFrame, costs: pd.DataFrame, *, gate: float) -> Figure:
-    """The report's figure. hits: horizon, hit; effects: as for `forest` plus arm and horizon; costs: loss_change per seed."""
+    """The report's figure. hits: horizon, hit; effects: as for `forest` plus arm and horizon; costs: loss_change per seed. The legend says how many seeds an arm has."""
     figure = Figure(figsize=(9.6, 3.5))
     left, middle, right = figure.subplots(1, 3, gridspec_kw={"width_ratios": [1, 1, 0.8]})
     figure.get_layout_engine().set(wspace=0.06)
@@ -269,8 +274,10 @@ def summary(hits: pd.DataFrame, effects: pd.DataFrame, costs: pd.DataFrame, *, g
     right.set(title="Cost", ylabel="change in validation loss (%)", xticks=range(len(arms)), xticklabels=arms, xlim=(-0.7, len(arms) - 0.3))
     for ax in (left, middle, right):
         ax.grid(axis="x", visible=False)
+    shares(left)
     extra = [Line2D([], [], **REFERENCE, label="reference study, 341M")] if np.isfinite(effects.reference).any() else []
-    _legend(figure, hits, extra)
+    seeds = hits.groupby("arm").seed.nunique()
+    _legend(figure, hits, extra, names={arm: f"{arm}, {n} seed{'s' if n > 1 else ''}" for arm, n in seeds.items()})
     return figure
 
 
@@ -279,6 +286,14 @@ def summary(hits: pd.DataFrame, effects: pd.DataFrame, costs: pd.DataFrame, *, g
 def _panels(count: int, *, height: float, width: float, sharey: bool, sharex: bool = False):
     figure = Figure(figsize=(max(width * count, 4.2) + 0.6, height))
     return figure, figure.subplots(1, count, sharex=sharex, sharey=sharey, squeeze=False)[0]
+
+
+def shares(*axes, axis: str = "y", whole: float = 1.0) -> None:
+    """Keep an axis of shares within 0 and `whole`, plus room for half a marker: the interval of a few seeds may reach where no share can be."""
+    for ax in axes:
+        low, high = getattr(ax, f"get_{axis}lim")()
+        room = 0.02 * (min(high, whole) - max(low, 0.0))
+        getattr(ax, f"set_{axis}lim")(max(low, -room), min(high, whole + room))
 
 
 def _looks(table: pd.DataFrame) -> dict[str, dict]:
@@ -356,10 +371,10 @@ def _lines(ax, wide, look) -> None:
     ax.plot(wide.index, wide.mean(axis=1), color=look["color"], linestyle=look["linestyle"], linewidth=2)
 
 
-def _legend(figure, table, extra=(), *, seeds=True, points=True, columns=None) -> None:
-    """Arms, then `extra`, then what a seed looks like: an open point, or (points=False) a thin line; in `columns`, else in one row."""
+def _legend(figure, table, extra=(), *, seeds=True, points=True, columns=None, names={}) -> None:
+    """Arms, by other `names` where these are given, then `extra`, then what a seed looks like: an open point, or (points=False) a thin line; in `columns`, else in one row."""
     looks = {arm: look if points else look | {"marker": ""} for arm, look in _looks(table).items()}
-    handles = [*(Line2D([], [], **look, label=arm) for arm, look in looks.items()), *extra]
+    handles = [*(Line2D([], [], **look, label=names.get(arm, arm)) for arm, look in looks.items()), *extra]
     if seeds and points:
         handles.append(Line2D([], [], **SEED, markeredgecolor="#555555", label="one seed"))
     elif seeds:

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from .plots import COLORS, GATE, LINES, MARKERS, SEED, _cloud, _legend, _looks, _panels, _point, _styled
+from .plots import COLORS, GATE, LINES, MARKERS, SEED, _cloud, _legend, _looks, _panels, _point, _styled, shares
 
 
 @_styled
@@ -32,6 +32,7 @@ def measures(table: pd.DataFrame, *, label: str, columns: int = 4) -> Figure:
             ax.axhline(100 * part[part.arm == "baseline"].value.mean(), color="#bbbbbb", linewidth=1, zorder=1)
         ax.set_title("\n".join(textwrap.wrap(name, 26)), fontsize=9)
         ax.set(xticks=[], xlim=(-0.6, len(arms) - 0.3))
+        shares(ax, whole=100.0)
     for ax in list(axes.flat)[len(names) :]:
         ax.set_visible(False)
     for ax in axes[:, 0]:
@@ -58,6 +59,7 @@ def caches(table: pd.DataFrame) -> Figure:
         ax.margins(x=0.12)
         ax.set(title={"lru": "LRU", "belady": "Belady (the optimum)"}.get(policy, policy), xlabel="cache (share of a layer's experts)", xticks=ticks["share"], xticklabels=ticks["size"])
         ax.minorticks_off()
+    shares(*axes, whole=100.0)
     axes[0].set_ylabel("hit rate (%)")
     _legend(figure, table, columns=4)
     return figure
@@ -78,6 +80,8 @@ def ladder(table: pd.DataFrame) -> Figure:
             mine = part[part.arm == arm]
             _cloud(ax, mine.entropy, 100 * mine.hit, look)
         ax.set(title=f"h = {horizon}", xlabel="router entropy\n(share of the maximum)")
+        shares(ax, whole=100.0)
+        shares(ax, axis="x")
     axes[0].set_ylabel("hit@k, ranking MLP (%)")
     _legend(figure, table, [Line2D([], [], color="#999999", linewidth=1, label="ladder of one seed")], columns=4)
     return figure
@@ -100,6 +104,7 @@ def many_arms(table: pd.DataFrame, *, panel: str, value: str, label: str, gate: 
             ax.annotate(number[arm], (100 * part.loss_change.mean(), 100 * part[value].mean()), xytext=(4, 4), textcoords="offset points", fontsize=7.5, color=looks[family]["color"])
         ax.axvline(100 * gate, **GATE)
         ax.margins(0.12)
+        shares(ax, whole=100.0)
         ax.set_title("\n".join(textwrap.wrap(title.format(which), 30)), fontsize=9.5)
         ax.set_xlabel("validation loss against\nthe baseline's (%)")
     axes[0].set_ylabel(label)

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from .plots import _legend, _looks, _point, _styled
+from .plots import _legend, _looks, _point, _styled, shares
 
 CHANCE = dict(color="#B03A2E", linestyle=(0, (4, 2)), linewidth=1)
 
@@ -31,6 +31,7 @@ def levels(table: pd.DataFrame, *, columns: int = 4) -> Figure:
         ax.set_title(task, fontsize=9.5)
         ax.set(xticks=range(len(shown)), xticklabels=["plain", "normalised"][: len(shown)], xlim=(-0.6, len(shown) - 0.4))
         ax.margins(y=0.2)
+        shares(ax, whole=100.0)
     for ax in list(axes.flat)[len(tasks) :]:
         ax.set_visible(False)
     for ax in axes[:, 0]:

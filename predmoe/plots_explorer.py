@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 import numpy as np
@@ -27,7 +27,7 @@ def say(view: Mapping) -> str:
     s = view["settings"]
     speeds = ", ".join(f"{name(row)} {row['tok_s']:.4g} tok/s" for row in view["rows"] if row.get("tok_s") is not None)
     return (f"The explorer at its first position ({s['trace']}, {s['arm']}, {s['slots']} experts in memory, {s['gb_per_s']:g} GB/s, {s['latency_ms']:g} ms latency, {s['layer_ms']:g} ms per layer, "
-            f"h = {s['horizon']}): speeds, the harm map with the predictor's place on it, and the timeline of the last tokens. {speeds}.")  # fmt: skip
+            f"h = {s['horizon']}, {'no guard' if s['guard'] == 'none' else 'with the guard'}): speeds, the harm map with the predictor's place on it, and the timeline of the last tokens. {speeds}.")  # fmt: skip
 
 
 @_styled
@@ -62,16 +62,25 @@ def _map(ax, view: Mapping) -> None:
     most = max(1.0, np.nanmax(np.abs(z)))
     ax.imshow(z, origin="lower", aspect="auto", cmap=mpl.colormaps["PuOr"].resampled(17), norm=TwoSlopeNorm(0, vmin=-most, vmax=most), alpha=0.75)
     contour_between(ax, z)
+    places = lambda values, v: float(np.interp(v, values, range(len(values))))  # noqa: E731
+    at = [(places(m["precisions"], p["precision"]), places(m["recalls"], p["recall"])) for p in m["points"]]
     for (y, x), v in np.ndenumerate(z):
         if np.isfinite(v):
-            ax.text(x, y, f"{v:+z.0f}", ha="center", va="center", fontsize=8, color="white" if abs(v) > 0.7 * most else "#222222")
-    places = lambda values, v: float(np.interp(v, values, range(len(values))))  # noqa: E731
-    for p in m["points"]:
-        ax.plot(places(m["precisions"], p["precision"]), places(m["recalls"], p["recall"]), marker=MARKERS[0 if p["row"] == "predictor" else 2], markersize=9,
+            dx, dy = _clear(x, y, at)
+            ax.text(x + dx, y + dy, f"{v:+z.0f}", ha="center", va="center", fontsize=8, color="white" if abs(v) > 0.7 * most else "#222222")
+    for p, (px, py) in zip(m["points"], at):
+        ax.plot(px, py, marker=MARKERS[0 if p["row"] == "predictor" else 2], markersize=9,
                 color="black", markerfacecolor="black" if p["row"] == "predictor" else "white", markeredgecolor="white" if p["row"] == "predictor" else "black")  # fmt: skip
     ax.set(xticks=range(len(m["precisions"])), xticklabels=[f"{v:g}" for v in m["precisions"]], yticks=range(len(m["recalls"])), yticklabels=[f"{v:g}" for v in m["recalls"]],
            xlabel="precision of the guesses", ylabel="recall", title="Gain (%); ● predictor, △ router")  # fmt: skip
     ax.grid(visible=False)
+
+
+def _clear(x: float, y: float, marks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """How far a cell's number moves from the middle of its cell (of size 1) so that no marker covers it, or as little as can be."""
+    room = lambda by: min((max(abs(px - x - by[0]) - 0.4, abs(py - y - by[1]) - 0.38) for px, py in marks), default=1.0)  # noqa: E731
+    spots = [(0.0, 0.0), (0.0, -0.33), (0.0, 0.33), (0.3, -0.33), (-0.3, -0.33), (0.3, 0.33), (-0.3, 0.33)]
+    return next((by for by in spots if room(by) >= 0), max(spots, key=room))
 
 
 def _timeline(figure, ax, view: Mapping) -> None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
-from .plots import COLORS, LINES, MARKERS, PREDICTORS, REFERENCE, SEED, _legend, _looks, _panels, _point, _styled
+from .plots import COLORS, LINES, MARKERS, PREDICTORS, REFERENCE, SEED, _legend, _looks, _panels, _point, _styled, shares
 
 STEM = dict(linewidth=1.6, solid_capstyle="butt")
 
@@ -33,6 +33,7 @@ def six_arms(table: pd.DataFrame, published: Mapping[tuple[str, int], float]) ->
                 ax.plot(published[name, h], y - 0.3, **REFERENCE, zorder=5)
         ax.set(title=f"h = {h}", xlabel="hit@k (share of k)", yticks=range(len(names)), yticklabels=names)
         ax.margins(x=0.1)
+        shares(ax, axis="x")
         ax.grid(axis="y", visible=False)
     axes[0].invert_yaxis()
     _legend(figure, models, [Line2D([], [], **REFERENCE, label="reference study")])
@@ -55,6 +56,7 @@ def pairs(table: pd.DataFrame) -> Figure:
             ax.plot(x, wide[arm].mean(), marker=looks[arm]["marker"], color=looks[arm]["color"], markersize=7, zorder=4)
         ax.set(title=f"h = {h}", xticks=range(len(arms)), xticklabels=arms, xlim=(-0.4, len(arms) - 0.6))
         ax.grid(axis="x", visible=False)
+    shares(*axes)
     axes[0].set_ylabel("hit@k (share of the true top-k)")
     _legend(figure, table, [Line2D([], [], color="#999999", linewidth=0.9, label="the same seed")])
     return figure

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import budget, config, corpora, corpora_large, model, paths, results
+from . import findings as words
 from .files import parse_json
 
 README = paths.ROOT / "README.md"
@@ -20,7 +21,11 @@ BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
 
 def render(text: str) -> str:
     """README's text with every computed part brought up to date."""
-    for name, part in (("results:cpu", findings("cpu")), ("explorer", screenshot("cpu")), ("benchmarks", benchmarks()), ("sources", sources()), ("sources large", sources(large=True)), ("tiers", tiers())):
+    parts = {
+        "results:cpu": findings("cpu"), "state:cpu": state("cpu"), "placebo:cpu": placebo("cpu"), "figures:cpu": figures("cpu", _around(text, "figures:cpu", "README.md")[1]),
+        "explorer": screenshot("cpu"), "benchmarks": benchmarks(), "sources": sources(), "sources large": sources(large=True), "tiers": tiers(),
+    }  # fmt: skip
+    for name, part in parts.items():
         text = _filled(text, name, part, "README.md")
     return text
 
@@ -31,12 +36,17 @@ def render_docs(text: str) -> str:
 
 
 def _filled(text: str, name: str, part: str, where: str) -> str:
+    before, _, after = _around(text, name, where)
+    return before + part + after
+
+
+def _around(text: str, name: str, where: str) -> tuple[str, str, str]:
+    """The text up to the end of a part's opening marker, what stands in the part, and the rest from its closing marker on."""
     closing = f"{name.split(':')[0]}:end"
-    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- {re.escape(closing)} -->)", re.DOTALL)
-    text, found = pattern.subn(lambda match: f"{match[1]}{part}{match[2]}", text)
-    if found != 1:
-        raise results.ResultError(f"{where} needs exactly one part between <!-- {name} --> and <!-- {closing} -->; it has {found}")
-    return text
+    found = list(re.finditer(rf"(?<=<!-- {re.escape(name)} -->\n).*?(?=<!-- {re.escape(closing)} -->)", text, flags=re.DOTALL))
+    if len(found) != 1:
+        raise results.ResultError(f"{where} needs exactly one part between <!-- {name} --> and <!-- {closing} -->; it has {len(found)}")
+    return text[: found[0].start()], found[0][0], text[found[0].end() :]
 
 
 def update(path: Path = README) -> bool:
@@ -56,6 +66,54 @@ def findings(profile: str) -> str:
     pictures = [f"![{figure['alt']}](outputs/{profile}/00_report/{figure['png']})" for figure in report["figures"] if figure["name"] == "summary"]
     sentences = "\n".join(f"- {sentence}" for sentence in report["findings"])
     return "\n" + "\n\n".join([*pictures, sentences]) + "\n\n"
+
+
+def _executed(profile: str) -> dict[str, bool]:
+    """Every notebook by name, the explorer last: whether the profile has an executed copy."""
+    names = [*sorted(path.stem for path in paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")), *(path.stem for path in paths.NOTEBOOKS.glob("explore.ipynb"))]
+    return {name: (paths.outputs(profile) / name / f"{name}.ipynb").exists() for name in names}
+
+
+def state(profile: str) -> str:
+    """Which notebooks are executed at a profile, which are not, and how to rebuild those that are."""
+    executed = _executed(profile)
+    done, missing = ([name for name, ran in executed.items() if ran is which] for which in (True, False))
+    numbers = [name.split("_")[0] for name in done if not name.startswith("00")]
+    weights = " (but for `11_engine`, which needs weights, and these are not committed)" if "11_engine" in done else ""
+    listed = lambda names: ", ".join(f"`{name}`" for name in names)  # noqa: E731
+    said = [f"{len(done)} of {len(executed)} notebooks are executed at the `{profile}` profile: {listed(done) or 'none'}."]
+    if done:
+        said.append(f"`predmoe report --profile {profile} --only {' '.join([*numbers, '00'])}` rebuilds them from the committed measurements, without training{weights}.")
+    if missing:
+        said.append(f"Written, and still to be executed at this profile: {listed(missing)}; `predmoe plan --profile {profile}` lists the models that are to be trained for them.")
+    return "\n".join(said) + "\n\n"
+
+
+def placebo(profile: str) -> str:
+    """What the placebo among the variations of 02_horizons moved; empty where there is none."""
+    path = paths.outputs(profile) / "02_horizons" / "results.json"
+    effects = results.load(profile, "02_horizons")["effects"] if path.exists() else []
+    return "".join(f"{sentence}\n\n" for sentence in words.say_placebo([e for e in effects if e.get("variation")]))
+
+
+def figures(profile: str, table: str) -> str:
+    """The table of questions, notebooks and parameters: the questions as `table` has them (a notebook that it lacks takes its title), the links to the
+    executed copies where there are any."""
+    asked = {name: question for question, name in re.findall(r"^\| (.+?) \| \[(\w+)\]", table, flags=re.MULTILINE)}
+    rows = ["| question | notebook | parameters of the committed run |", "|---|---|---|"]
+    for name, ran in _executed(profile).items():
+        where = f"outputs/{profile}/{name}/{name}.ipynb" if ran else f"notebooks/{name}.ipynb"
+        parameters = paths.ROOT / "params" / name / f"{profile}.yaml"
+        given = f"[{profile}.yaml](params/{name}/{profile}.yaml)" if parameters.exists() else "none"
+        rows.append(f"| {asked.get(name) or _title(name)} | [{name}]({where}){'' if ran else ', not run yet'} | {given} |")
+    return "\n".join(["", *rows, "", ""])
+
+
+def _title(name: str) -> str:
+    """The heading of a notebook."""
+    cells = json.loads((paths.NOTEBOOKS / f"{name}.ipynb").read_text())["cells"]
+    heading = re.search(r"^#\s+(.+)$", "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"), flags=re.MULTILINE)
+    return heading[1].strip() if heading else name
 
 
 def screenshot(profile: str) -> str:

@@ -10,6 +10,7 @@ they are read; what is missing or not a finite number is an error.
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import os
@@ -158,13 +159,30 @@ def load_claims(profile: str) -> list[dict]:
 
 
 def reference() -> dict:
-    """The reference study's numbers (assets/reference.json), with their source."""
+    """The reference study's numbers (assets/reference.json), with its name, author, url and what they were measured on."""
     return json.loads((ASSETS / "reference.json").read_text())
+
+
+def citation() -> str:
+    """The reference study in a line of Markdown, linked."""
+    it = reference()
+    return f"[*{it['name']}*]({it['url']}) ({it['author']}, {it['year']})"
+
+
+def glossary() -> str:
+    """The report's words, explained in a Markdown list (assets/glossary.md)."""
+    return (ASSETS / "glossary.md").read_text()
 
 
 def field() -> dict:
     """What others have published about an engine that reads experts from disk (assets/field.json), with its source."""
     return json.loads((ASSETS / "field.json").read_text())
+
+
+@functools.cache
+def claim_specs() -> list[dict]:
+    """The claims of the reference study and how each is decided (assets/claims.yaml, which explains its fields)."""
+    return yaml.safe_load((ASSETS / "claims.yaml").read_text())
 
 
 # --- claims ------------------------------------------------------------------------------------------------------------
@@ -175,7 +193,7 @@ def update_claims(profile: str) -> list[dict]:
     A claim whose experiments have not run is "not tested"; so is one with fewer than three seeds, its effect shown.
     """
     found = load_all(profile)
-    decided = [claims.evaluate(spec, found) for spec in yaml.safe_load((ASSETS / "claims.yaml").read_text())]
+    decided = [claims.evaluate(spec, found) for spec in claim_specs()]
     _write_json(paths.outputs(profile) / "claims.json", decided, "claims")
     return decided
 

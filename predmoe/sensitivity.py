@@ -167,11 +167,13 @@ def say_best(best: pd.DataFrame) -> str:
 
 
 def say_worst(found: pd.DataFrame, policy: str) -> str:
-    """How often a prefetch harms in the sweep, without guard and with it, and the worst case."""
+    """How often a prefetch by one predictor, `policy`, harms in the sweep, without guard and with it, and the worst case."""
     mine = found[found.policy == policy]
-    parts = [f"{'without the guard' if guard == 'none' else 'with it'} {int((part.gain < 0).sum())} of {len(part)} settings, by up to {min(part.gain.min(), 0):.1%}"
-             for guard, part in mine.groupby("guard", sort=False)]  # fmt: skip
-    return f"Prefetching harms {'; '.join(parts)}."
+    parts = []
+    for guard, part in mine.groupby("guard", sort=False):
+        harmed = f", by up to {part.gain.min():.1%}" if part.gain.min() < 0 else ""
+        parts.append(f"in {int((part.gain < 0).sum())} of {len(part)} settings {'without the guard' if guard == 'none' else 'with it'}{harmed}")
+    return f"In the sweep, which has one good predictor (the reference study's hit@k of {policy}) on every disk and cache, prefetching harms {' and '.join(parts)}."
 
 
 def explorable(accuracies: Mapping[str, Mapping[int, float]], *, horizons: Sequence[int], tokens: int, seed: int) -> dict[str, Trace]:
@@ -268,5 +270,7 @@ def say_map(found: pd.DataFrame, guard: str) -> str:
 
     slow, fast = near.gb_per_s.min(), near.gb_per_s.max()
     words = {"none": "Without the guard", "window": "With the guard"}[guard]
-    return (f"{words} prefetching harms in {int((mine.gain < 0).sum())} of {len(mine)} cells of the map (gains from {mine.gain.min():+.0%} to {mine.gain.max():+.0%}); at h = {near.horizon.iloc[0]}, "
+    told = f"of every recall from {mine.recall.min():g} to {mine.recall.max():g} and every precision from {mine.precision.min():g} to {mine.precision.max():g}, bad ones too"
+    return (f"{words} prefetching harms in {int((mine.gain < 0).sum())} of {len(mine)} cells of the map, which has predictors {told} "
+            f"(gains from {mine.gain.min():+.0%} to {mine.gain.max():+.0%}); at h = {near.horizon.iloc[0]}, "
             f"on the {slow:g} GB/s disk {at(slow)}; on the {fast:g} GB/s disk {at(fast)}.")  # fmt: skip

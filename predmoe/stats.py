@@ -4,6 +4,9 @@ Seeds are the unit of replication: an effect is the mean over seeds of (treatmen
 initialisation on the same data order, with Student's t interval. With three seeds that interval is wide (t = 4.30 at two
 degrees of freedom, against 1.96), which is as it should be. Resampling held-out documents within one seed answers another question:
 how far the result depends on which text was measured. Neither stands for the other, and both are reported.
+
+Two words for two things, everywhere in the report. An interval *excludes zero* (an effect "raises" or "lowers"): the 95% interval of this effect alone,
+uncorrected. An effect is *established*: its p value, corrected by Holm's rule over the family that it was tested in, is at most SIGNIFICANCE.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import scipy.stats
 
 REPLICATED, PARTLY, NOT_REPLICATED, NOT_TESTED = "replicated", "partly", "not replicated", "not tested"
 NOTHING_EXCLUDED = "no interval excludes zero"
-SIGNIFICANCE = 0.05      # of every test: a p value, corrected where there are several, at or below it establishes an effect
+EVERY_EXCLUDED = "every interval, uncorrected since the claim is on all of them at once, excludes zero"
+NOTHING_ESTABLISHED = "nothing is established after Holm's correction"
+SIGNIFICANCE = 0.05      # of every test: a p value, corrected by Holm's rule where there are several, at or below it *establishes* an effect
 LEAST_SEEDS = 3          # below this a claim is "not tested": two seeds give a t interval of 9 standard deviations
 MAGNITUDE_FACTOR = 2.0   # a mean within [1/2, 2] times the reference's has its size
 
@@ -143,11 +148,10 @@ class Verdict:
 def verdict(effects: Sequence[Effect], expected: Sequence[float | str]) -> Verdict:
     """Does the reference's effect appear? `expected`: its signed size for each effect, or "increase" / "decrease".
 
-    An effect is *established* when its 95% interval excludes zero on the reference's side. Then
-    - replicated: every effect is established (all of them together need no correction), and none is less than half
-      or more than twice the reference's;
-    - partly: every effect is established but a size is outside that range; or at least one is established after Holm's
-      correction over the effects, and another is not;
+    - replicated: the 95% interval of every effect excludes zero on the reference's side (uncorrected: the claim is that all of them are there, and
+      to find all by chance is no likelier than to find one), and none is less than half or more than twice the reference's;
+    - partly: every interval does, but a size is outside that range; or some do, and at least one of these is established after
+      Holm's correction over the effects;
     - not replicated: anything else, also when the interval is merely too wide: what was not shown was not replicated;
     - not tested: no effect, or fewer than three seeds.
     """
@@ -157,20 +161,21 @@ def verdict(effects: Sequence[Effect], expected: Sequence[float | str]) -> Verdi
     if len(effects) != len(expected):
         raise ValueError(f"{len(effects)} effects need as many expected values, not {len(expected)}")
     signs = [{"increase": 1, "decrease": -1}.get(e) if isinstance(e, str) else math.copysign(1, e) for e in expected]
-    established = [_excludes_zero(effect, sign) for effect, sign in zip(effects, signs)]
-    if all(established):
+    excluded = [_excludes_zero(effect, sign) for effect, sign in zip(effects, signs)]
+    every = ("the 95% interval excludes zero" if len(effects) == 1 else EVERY_EXCLUDED) + " on the reference's side"
+    if all(excluded):
         off = [effect.name for effect, size in zip(effects, expected) if not isinstance(size, str) and not _same_size(effect.mean, size)]
         if not off:
-            return Verdict(REPLICATED, "every interval excludes zero on the reference's side" + _and_size(expected))
-        return Verdict(PARTLY, "every interval excludes zero on the reference's side, but the size differs more than twofold: " + "; ".join(off))
-    corrected = [ok and p <= SIGNIFICANCE for ok, p in zip(established, holm([effect.p for effect in effects]))]
+            return Verdict(REPLICATED, every + _and_size(expected))
+        return Verdict(PARTLY, f"{every}, but the size differs more than twofold: " + "; ".join(off))
+    corrected = [ok and p <= SIGNIFICANCE for ok, p in zip(excluded, holm([effect.p for effect in effects]))]
     if any(corrected):
         held = [effect.name for effect, ok in zip(effects, corrected) if ok]
-        return Verdict(PARTLY, "established (Holm-corrected) only for " + "; ".join(held))
+        return Verdict(PARTLY, "established after Holm's correction only for " + "; ".join(held))
     against = [effect.name for effect, sign in zip(effects, signs) if _excludes_zero(effect, -sign)]
     if against:
         return Verdict(NOT_REPLICATED, "the interval excludes zero on the other side: " + "; ".join(against))
-    return Verdict(NOT_REPLICATED, NOTHING_EXCLUDED + (" after Holm's correction" if any(established) else ""))
+    return Verdict(NOT_REPLICATED, f"{sum(excluded)} of {len(excluded)} intervals exclude zero, uncorrected; {NOTHING_ESTABLISHED}" if any(excluded) else NOTHING_EXCLUDED)
 
 
 def verdict_absent(effects: Sequence[Effect], margin: float) -> Verdict:
@@ -184,11 +189,11 @@ def verdict_absent(effects: Sequence[Effect], margin: float) -> Verdict:
         return early
     inside = [max(abs(end) for end in effect.ci95) <= margin for effect in effects]
     if all(inside):
-        return Verdict(REPLICATED, f"every interval lies within {margin:g} of zero")
+        return Verdict(REPLICATED, f"every interval lies within {_amount(margin, effects)} of zero")
     present = [e.name for e, ok in zip(effects, inside) if not ok and (_excludes_zero(e, 1) or _excludes_zero(e, -1))]
     if present:
-        return Verdict(NOT_REPLICATED, f"an effect that may exceed {margin:g} is there: " + "; ".join(present))
-    return Verdict(PARTLY, f"the interval contains zero but is wider than {margin:g}")
+        return Verdict(NOT_REPLICATED, f"an effect that may exceed {_amount(margin, effects)} is there: " + "; ".join(present))
+    return Verdict(PARTLY, f"an interval reaches beyond {_amount(margin, effects)}, but none that does excludes zero")
 
 
 def verdict_at_most(effects: Sequence[Effect], limit: float) -> Verdict:
@@ -198,10 +203,10 @@ def verdict_at_most(effects: Sequence[Effect], limit: float) -> Verdict:
     if early:
         return early
     if all(effect.ci95[1] <= limit for effect in effects):
-        return Verdict(REPLICATED, f"the whole interval is at most {limit:g}")
+        return Verdict(REPLICATED, f"the whole interval is at most {_amount(limit, effects)}")
     if all(effect.mean <= limit for effect in effects):
-        return Verdict(PARTLY, f"the mean is at most {limit:g}, its interval is not")
-    return Verdict(NOT_REPLICATED, f"the mean is above {limit:g}")
+        return Verdict(PARTLY, f"the mean is at most {_amount(limit, effects)}, its interval is not")
+    return Verdict(NOT_REPLICATED, f"the mean is above {_amount(limit, effects)}")
 
 
 def verdict_all(parts: Mapping[str, Verdict]) -> Verdict:
@@ -233,6 +238,11 @@ def _untested(effects) -> Verdict | None:
     return Verdict(NOT_TESTED, f"{exploratory}: a verdict takes at least {LEAST_SEEDS} seeds")
 
 
+def _amount(value: float, effects: Sequence[Effect]) -> str:
+    """A limit in the unit in which the effects are written (`claims.UNITS`)."""
+    return {"points": f"{100 * value:g} point{'' if value == 0.01 else 's'}", "percent": f"{100 * value:g}%", "nats": f"{value:g} nats"}.get(effects[0].unit, f"{value:g}")
+
+
 def _excludes_zero(effect: Effect, sign: float) -> bool:
     low, high = effect.ci95
     return low > 0 if sign > 0 else high < 0
@@ -260,8 +270,8 @@ class Gate:
         loss, load = self.val_loss, self.load_entropy
         sure = "" if loss.ci95 is None else ("; its interval lies on the same side" if self.certain else "; its interval crosses the limit")
         return (
-            f"{'passes' if self.passes else 'FAILS'} the quality gate: validation loss {loss.mean:+.2%} of the baseline's "
-            f"(limit {MAX_LOSS_INCREASE:+.1%}{sure}), load entropy {1 + load.mean:.3f} of the baseline's (limit {MIN_LOAD_ENTROPY_RATIO})"
+            f"{'passes' if self.passes else 'FAILS'} the quality gate: validation loss {loss.mean:+.2%} against the baseline's "
+            f"(limit {MAX_LOSS_INCREASE:+.1%}{sure}), load entropy {1 + load.mean:.3f} times the baseline's (at least {MIN_LOAD_ENTROPY_RATIO})"
         )
 
     def as_dict(self) -> dict:

@@ -99,6 +99,23 @@ def test_each_control_of_the_static_explorer_moves_text_and_figure(chromium, mad
     assert page.noted == [] and page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.parametrize("size", browser.SIZES)
+def test_no_marker_covers_a_number_of_the_map_and_what_is_held_is_said(chromium, made, size):
+    page = browser.opened(chromium, size)
+    page.goto((made[0] / "explore.html").as_uri())
+    page.wait_for_selector(".explorer[data-settings]")
+    for name in ("horizon", "gb_per_s", "budget"):
+        browser.press(page, name, "ArrowRight")
+        covered = page.evaluate("""() => [...document.querySelectorAll('.ex-map text[data-gain]')].filter(t => { const a = t.getBBox();
+            return [...document.querySelectorAll('.ex-point')].some(m => { const b = m.getBBox(), x = b.x + b.width / 2, y = b.y + b.height / 2;
+                return Math.hypot(Math.max(a.x - x, 0, x - a.x - a.width), Math.max(a.y + 3 - y, 0, y - a.y - a.height + 3)) < 4; }); }).map(t => t.textContent)""")
+        assert covered == [], name
+    held = page.locator(".ex-held").inner_text()
+    assert "simulated beforehand" in held and "prefetch guard none" in held
+    assert page.evaluate("getComputedStyle(document.querySelector('.ex-table')).backgroundImage").count("linear-gradient") == 4
+    assert page.locator(".ex-more").is_visible() == (size == "phone")
+
+
 def test_every_control_has_a_name_and_a_value_for_a_screen_reader(chromium, made):
     page = browser.opened(chromium)
     page.goto((made[0] / "explore.html").as_uri())

@@ -71,6 +71,30 @@ def test_the_best_experiment_decides():
     assert claim["notebook"] == "14_ranking_seeds" and claim["verdict"] == "not replicated"
 
 
+@pytest.mark.parametrize("seeds, decides", [((3, 5, 3), "b"), ((5, 5, 3), "a"), ((None, 3, 3), "b"), ((2, None, 3), "c"), ((None, None, None), None)])
+def test_the_experiment_with_most_seeds_decides_and_of_equals_the_first(seeds, decides):
+    """Models of other sizes, arms of another name, count for nothing."""
+    found = {name: {"arms": [{"arm": arm, "seed": seed} for seed in range(n) for arm in ("baseline", "joint")] + [{"arm": "baseline, d = 64", "seed": seed} for seed in range(9)]}
+             for name, n in zip("abc", seeds) if n}  # fmt: skip
+    assert claims.deciding(["a", "b", "c"], found) == decides
+
+
+def test_a_reason_is_read_without_the_names_of_effects():
+    claim = claims.evaluate(CLAIMS["ranking-gain"], made((0.005, 0.043, 0.052)))
+    assert "joint hit.ranking" in claim["why"] and claims.reason(claim).endswith("but the size differs more than twofold: h = 1") and "uncorrected" in claims.reason(claim)
+    whole = claims.evaluate(CLAIMS["dose-response"], doses(LEVELS, LOSSES))
+    assert claims.reason(whole).startswith("6 of 6 parts replicated. 0.03 against none: replicated (") and "input 0.03 hit" not in claims.reason(whole)
+    assert claims.reason(claims.evaluate(CLAIMS["dose-response"], {})) == claims.not_run("03_dose")
+
+
+def test_a_limit_is_told_in_the_unit_of_its_effects():
+    arms = study(arms={"baseline": 0.0, "joint": 1.0})
+    assert claims.evaluate(CLAIMS["quality-cost"], {"02_horizons": {"arms": arms}})["why"].endswith("at most 0.5%")
+    for row in arms:
+        row["hit"]["cotrained"] = {h: value + 0.002 + 0.0001 * row["seed"] for h, value in row["hit"]["linear"].items()}
+    assert claims.evaluate(CLAIMS["predictable-backbone"], {"02_horizons": {"arms": arms}})["why"].endswith("at most 1 point")
+
+
 def test_a_missing_arm_or_metric_is_named():
     found = made((0.029, 0.043, 0.052))
     without = {"02_horizons": {"arms": [row for row in found["02_horizons"]["arms"] if row["arm"] == "baseline"]}}

@@ -248,6 +248,27 @@ def test_the_table_holds_what_would_be_simulated(table):
         assert sorted(zip(kinds[kinds < 4], starts[kinds < 4], lengths[kinds < 4])) == sorted(map(tuple, drawn["rows"])) and arrays["spans"][where["lines"] + index] == pytest.approx(drawn["ms"])
 
 
+def test_the_table_keeps_the_guard_that_the_widget_stands_at(held):
+    """05's explorer has the guard on, as its tables have: the page gives the same speeds, and says that the guard is held."""
+    widget = explorer_widget.explorer({"t": {"a": held}}, guard="window", gb_per_s=1.0, layer_ms=2.0)   # a read of 5 MB outlasts a layer
+    table = explorer_grid.tabulate(widget, grid=GRID | {"horizon": (1,), "budget": (0,), "gb_per_s": (1.0,)})
+    at, where = table["settings"] | table["fixed"], table["rows"]["predictor"]
+    assert table["fixed"] == {"guard": "window"}
+    values, index = {c["name"]: c["values"] for c in table["controls"]}, 0
+    for name in where["axes"]:
+        index = index * len(values[name]) + values[name].index(at[name])
+    speed = unpacked(table)["floats"][where["from"] + index * len(table["columns"])]
+    guarded, unguarded = (next(row for row in explore.view(held, Settings(**at | {"guard": guard}))["rows"] if row["row"] == "predictor")["tok_s"] for guard in ("window", "none"))
+    assert speed == pytest.approx(guarded, rel=1e-6) and guarded != unguarded
+
+
+@pytest.mark.parametrize("marks", [[(2.0, 1.0)], [(2.0, 1.0), (2.05, 0.7)], [(2.0, 1.3), (1.6, 1.0)]])
+def test_a_number_of_the_map_stands_clear_of_the_markers(marks):
+    dx, dy = plots_explorer._clear(2.0, 1.0, marks)
+    assert all(max(abs(px - 2 - dx), abs(py - 1 - dy)) > 0.25 for px, py in marks) and max(abs(dx), abs(dy)) < 0.4
+    assert plots_explorer._clear(0.0, 0.0, marks) == (0.0, 0.0) == plots_explorer._clear(2.0, 1.0, [])
+
+
 def test_a_table_of_another_version_is_a_sentence(table, tmp_path):
     path = tmp_path / "explorer.json"
     with pytest.raises(results.ResultError, match="is not there"):

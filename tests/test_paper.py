@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from predmoe import cli, paper, paper_build, paper_figures, paper_tables, paper_text, paths, references, results, tex
+from predmoe import cli, experiments, paper, paper_build, paper_figures, paper_tables, paper_text, paths, references, results, tex
 from predmoe.config import ConfigError
 
 MAIN = (paper.FOLDER / "main.tex").read_text()
@@ -118,7 +118,7 @@ def test_single_sentences_are_found_in_the_committed_results(committed, told):
 def test_the_direction_of_a_sentence_follows_the_data(committed, told):
     """With the two arms exchanged, what was raised is lowered: no verb is typed."""
     found = copy.deepcopy(committed)
-    for row in found[paper_text.primary(found)]["arms"]:
+    for row in found[experiments.primary(found)]["arms"]:
         row["arm"] = {"joint": "baseline", "baseline": "joint"}.get(row["arm"], row["arm"])
     before, after = told[0], paper_text.values(found, told[1])
     for key in ("say.effect", "say.linear", "say.free"):

@@ -106,6 +106,29 @@ def test_forest_shows_means_intervals_and_reference_in_points():
     assert all(xs in drawn_at for xs in ([1.5, 2.5], [1.0, 3.0], [2.0], [2.9]))
 
 
+@pytest.mark.parametrize("name", ["hits", "layers", "summary"])
+def test_an_axis_of_shares_ends_where_shares_do(name):
+    """Two seeds have intervals many times as wide as what they bracket."""
+    arms = study((0, 1))
+    for row in arms:
+        for by_horizon in (*row["hit"].values(), *row["hit_per_layer"].values()):
+            for h in by_horizon:
+                by_horizon[h] = 0.97 + 0.02 * row["seed"] if isinstance(by_horizon[h], float) else [0.97 + 0.02 * row["seed"]] * len(by_horizon[h])
+    for ax in FIGURES[name](arms).axes[: 1 if name == "summary" else None]:
+        low, high = ax.get_ylim()
+        assert -0.03 <= low < 0.97 and 0.99 < high < 1.03, name
+
+
+def test_the_summary_says_how_many_seeds_each_arm_has_in_the_arms_own_look():
+    arms = [row for row in study(range(5)) if row["arm"] != "alternative" or row["seed"] < 3]
+    figure = summary(arms)
+    (legend,) = figure.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels[:3] == ["baseline, 5 seeds", "joint, 5 seeds", "alternative, 3 seeds"]
+    looks = plots._looks(experiments.hits(arms))
+    assert [handle.get_color() for handle in legend.legend_handles[:3]] == [looks[arm]["color"] for arm in ("baseline", "joint", "alternative")]
+
+
 def test_a_figure_leaves_the_global_style_alone():
     mpl.get_backend()   # chosen at the first look
     before = mpl.rcParams.copy()

@@ -38,6 +38,20 @@ def test_a_damaged_benchmark_is_a_sentence_that_says_which_command_makes_it(tmp_
         readme.benchmarks()
 
 
+def test_the_table_links_what_is_executed_and_says_what_is_not(tmp_path, monkeypatch):
+    """Questions stay as they are written, a notebook without one takes its title, and the state follows the files."""
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path))
+    (tmp_path / "cpu" / "01_mechanism").mkdir(parents=True)
+    (tmp_path / "cpu" / "01_mechanism" / "01_mechanism.ipynb").write_text("{}")
+    table = readme.figures("cpu", "| does it move? | [01_mechanism](anything), not run yet | x |\n")
+    assert "| does it move? | [01_mechanism](outputs/cpu/01_mechanism/01_mechanism.ipynb) | [cpu.yaml](params/01_mechanism/cpu.yaml) |" in table
+    assert "| How much weight? Predictability and quality by dose | [03_dose](notebooks/03_dose.ipynb), not run yet |" in table
+    assert table.count("](params/") == len(list(paths.NOTEBOOKS.glob("*.ipynb")))
+    done, missing = readme.state("cpu").split("still to be executed")
+    assert done.startswith("1 of ") and "--only 01 00`" in done and "`03_dose`" in missing and "01_mechanism" not in missing
+    assert readme.placebo("cpu") == ""
+
+
 def test_a_lost_marker_is_an_error_that_names_it():
     with pytest.raises(readme.results.ResultError, match="<!-- benchmarks -->"):
         readme.render(readme.README.read_text().replace("<!-- benchmarks -->", ""))

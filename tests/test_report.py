@@ -225,8 +225,17 @@ def test_the_answer_and_its_figure_stand_before_the_claims(house):
     main = page(house).main
     assert [item.text.strip() for item in main.select("ul.answers li")] == ["Does it work? At h = 4 <yes>.", "How sure? p = 0.01."]
     assert [bold.text for bold in main.select("ul.answers strong")] == ["Does it work?", "How sure?"]
-    order = [tag for tag in main.find_all(["ul", "img", "table"])]
+    order = [tag for tag in main.select("ul.answers, img, table")]
     assert [tag.name for tag in order] == ["ul", "img", "table", "table"]
+
+
+def test_the_index_explains_its_words_and_names_the_study_it_tests(house):
+    executed(house, "00_report")
+    report.write("smoke")
+    words = page(house).select_one("details.words")
+    assert not words.has_attr("open") and {"hit@k", "Established", "Quality gate"} <= {bold.text for bold in words.select("li strong")}
+    link = page(house).select_one("main.index cite").parent
+    assert link["href"] == results.reference()["url"] and link.text == results.reference()["name"]
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "{"])

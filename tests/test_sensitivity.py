@@ -27,7 +27,8 @@ def test_the_boundary_is_where_the_gain_crosses_zero():
         for recall, gains in {0.2: (-3, -1, 1), 0.5: (1, 2, 3), 0.8: (-3, -2, -1)}.items() for precision, gain in zip((0.2, 0.4, 0.6), gains)
     ])  # fmt: skip
     assert sensitivity.boundary(frame).precision.tolist() == pytest.approx([0.5, 0.0, np.inf])
-    assert "harms in 5 of 9" in sensitivity.say_map(frame, "none")
+    told = sensitivity.say_map(frame, "none")
+    assert "harms in 5 of 9" in told and "every recall from 0.2 to 0.8 and every precision from 0.2 to 0.6, bad ones too" in told
 
 
 def test_a_grid_gains_against_its_own_disk_and_cache():
@@ -37,6 +38,9 @@ def test_a_grid_gains_against_its_own_disk_and_cache():
     best = sensitivity.best_settings(found, "joint-ranking")
     assert len(best) == 2 and (best.gain >= best.worst_gain).all()
     assert "2 disks and caches" in sensitivity.say_best(best) and "of 8 settings" in sensitivity.say_worst(found, "joint-ranking")
+    harmed = found.assign(gain=found.gain.where(found.guard != "window", -0.03))
+    told = sensitivity.say_worst(harmed, "joint-ranking")
+    assert "one good predictor" in told and told.endswith("in 8 of 8 settings with it, by up to -3.0%.")
 
 
 def test_nothing_can_be_gained_where_no_guess_is_allowed_to_start():

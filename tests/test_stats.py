@@ -154,6 +154,15 @@ def test_direction(effects, expected, word):
     assert stats.verdict(effects, expected).word == word
 
 
+def test_the_reason_says_whether_intervals_are_corrected():
+    """What stands uncorrected says so, but for a single effect, which needs no correction; what is corrected says "established"."""
+    strong, weak, none = effect(0.03, 0.01), effect(0.03, 0.029), effect(0.01, 0.02)
+    assert "uncorrected" in stats.verdict([strong, strong], [0.03, 0.03]).why and "uncorrected" not in stats.verdict([strong], [0.03]).why
+    assert stats.verdict([strong, none], [0.03, 0.03]).why.startswith("established after Holm's correction only for")
+    assert stats.verdict([weak, none], [0.03, 0.03]).why == "1 of 2 intervals exclude zero, uncorrected; nothing is established after Holm's correction"
+    assert stats.verdict([none], [0.03]).why == stats.NOTHING_EXCLUDED
+
+
 def test_the_reason_says_when_the_effect_goes_the_other_way():
     assert "other side" in stats.verdict([effect(-0.03, 0.01)], [0.03]).why
     assert "single seed" in stats.verdict([stats.paired({0: 1.0}, {0: 0.0})], [1.0]).why

@@ -8,7 +8,7 @@ const TEXT = {
   trace: ["Trace", (v) => v], arm: ["Model", (v) => v],
   predictor: ["Predictor", (v) => PREDICTORS[v] ?? v],
   policy: ["Cache policy", (v) => POLICIES[v] ?? v],
-  guard: ["Prefetch guard", (v) => ({ none: "none: every guess is queued", window: "only what fits in time" })[v] ?? v],
+  guard: ["Prefetch guard", (v) => ({ none: "none (every guess is queued)", window: "only what fits in time" })[v] ?? v],
   horizon: ["Horizon", (v) => `${v} layer${v === 1 ? "" : "s"} ahead`],
   budget: ["Over-fetch", (v) => (v === 0 ? "the best k guesses" : `${v} more than k`)],
   slots: ["Cache size", (v, c) => `${v} of ${c.of} experts (${percent(v / c.of, 0)})`],
@@ -23,6 +23,7 @@ const ROWS = { demand: "no prefetch", router: "next layer's router", predictor: 
 const KINDS = ["computation", "stall", "demand read", "prefetch read"];
 const COLUMNS = [["tok_s", "Speed", "tok/s", (v) => digits(v)], ["gain", "Gain", "%", (v) => signed(100 * v)], ["hit_rate", "Hits", "%", (v) => (100 * v).toFixed(1)],
   ["stall_ms", "Stall", "ms/token", (v) => digits(v)], ["read_mb", "Read", "MB/token", (v) => digits(v)], ["wasted_mb", "Wasted", "MB/token", (v) => digits(v)]];
+const MARK = 7; // half a marker of the map, in its units
 const SILENCE_MS = 20000; // without an answer for so long, no kernel is there
 
 const digits = (v) => (v === 0 ? "0" : Math.abs(v) >= 1000 ? v.toFixed(0) : Math.abs(v) < 0.001 ? v.toExponential(1) : v.toPrecision(4));
@@ -57,8 +58,9 @@ function render({ model, el }) {
   const problem = (text) => { part("answer").textContent = text; part("answer").classList.add("ex-problem"); };
   const drawControls = () => {
     const focused = root.contains(document.activeElement) ? document.activeElement.id : null;
-    part("controls").replaceChildren(...model.get("controls").map((control) => field(control, model.get("settings"), id, ask)),
-      ...(model.get("imports") ? [chooser(model, id, problem)] : []));
+    const free = model.get("controls").filter((control) => control.values.length > 1);
+    part("controls").replaceChildren(...free.map((control) => field(control, model.get("settings"), id, ask)),
+      ...(model.get("imports") ? [chooser(model, id, problem)] : []), ...held(model));
     if (focused) document.getElementById(focused)?.focus();
   };
   const drawView = () => {
@@ -91,10 +93,6 @@ function render({ model, el }) {
 function field(control, settings, id, ask) {
   const [label, say] = TEXT[control.name], box = document.createElement("div"), name = `${id}-${control.name}`;
   box.className = `ex-control ex-${control.kind}`;
-  if (control.values.length < 2) { // nothing to choose
-    box.innerHTML = `<span class="ex-fixed">${label}</span><span>${escaped(say(control.values[0], control))}</span>`;
-    return box;
-  }
   if (control.kind === "menu") {
     const options = control.values.map((v, i) => `<option value="${i}">${escaped(say(v, control))}</option>`).join("");
     box.innerHTML = `<label for="${name}">${label}</label><select id="${name}" name="${control.name}">${options}</select>`;
@@ -111,6 +109,15 @@ function field(control, settings, id, ask) {
     ask({ [control.name]: value });
   });
   return box;
+}
+
+function held(model) { // what cannot be moved, and why
+  const fixed = model.get("fixed"), still = [...model.get("controls").filter((control) => control.values.length < 2), ...(fixed ?? [])];
+  if (!still.length) return [];
+  const box = document.createElement("p"), said = still.map((control) => `${TEXT[control.name][0].toLowerCase()} ${TEXT[control.name][1](control.values[0], control)}`);
+  box.className = "ex-held";
+  box.textContent = `${fixed ? "Held on this page, whose positions were all simulated beforehand (with a kernel these move too)" : "Nothing to choose in this trace"}: ${said.join("; ")}.`;
+  return [box];
 }
 
 function place(input, control, value) {
@@ -175,7 +182,7 @@ function table(view) {
     });
     return `<tr data-row="${row.row}">${title}${cells.join("")}</tr>${row.note ? `<tr><td></td><td class="ex-none" colspan="${COLUMNS.length}">${escaped(sentence(row.note))}</td></tr>` : ""}`;
   });
-  return `<table><caption>Per decoded token, simulated on the whole trace</caption><thead><tr><th scope="col">Prefetch</th>${head}</tr></thead><tbody>${body.join("")}</tbody></table>`;
+  return `<table><caption>Per decoded token, simulated on the whole trace<span class="ex-more"> (more columns to the right: scroll)</span></caption><thead><tr><th scope="col">Prefetch</th>${head}</tr></thead><tbody>${body.join("")}</tbody></table>`;
 }
 
 function timeline(view, hatch, width) {
@@ -209,26 +216,28 @@ function map(view) {
   const m = view.map, caption = `<figcaption>The harm map: gain in tok/s (%) of a predictor of each recall and precision on this machine, first ${m?.tokens} tokens.
     Thick line: where help turns to harm.</figcaption>`;
   if (!m || m.problem) return `${caption}<p class="ex-none">${escaped(sentence(m?.problem ?? "there is no map"))}</p>`;
-  const size = 62, tall = 34, left = 58, top = 6, columns = m.precisions.length, rows = m.recalls.length, out = [];
+  const size = 62, tall = 42, left = 58, top = 6, columns = m.precisions.length, rows = m.recalls.length, out = [];
   const gain = (i, j) => m.gain[i]?.[j] ?? null, y = (i) => top + (rows - 1 - i) * tall, x = (j) => left + j * size;
   const most = Math.max(0.01, ...m.gain.flat().map((v) => Math.abs(v ?? 0)));
+  const at = (list, v, start, step) => start + step * (interpolate(list, v) + 0.5), bottom = top + rows * tall, numbers = [];
+  const marks = (m.points ?? []).map((p) => ({ ...p, cx: at(m.precisions, p.precision, left, size), cy: bottom - at(m.recalls, p.recall, 0, tall) }));
   for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) {
     const v = gain(i, j);
     out.push(v === null ? `<rect x="${x(j)}" y="${y(i)}" width="${size}" height="${tall}" class="ex-cannot"/>`
-      : `<rect x="${x(j)}" y="${y(i)}" width="${size}" height="${tall}" class="${v < 0 ? "ex-harm" : "ex-help"}" fill-opacity="${(0.1 + 0.55 * Math.abs(v) / most).toFixed(2)}"/>
-         <text x="${x(j) + size / 2}" y="${y(i) + tall / 2 + 5}" text-anchor="middle" data-gain="${v}">${signed(100 * v)}</text>`);
+      : `<rect x="${x(j)}" y="${y(i)}" width="${size}" height="${tall}" class="${v < 0 ? "ex-harm" : "ex-help"}" fill-opacity="${(0.1 + 0.55 * Math.abs(v) / most).toFixed(2)}"/>`);
+    if (v === null) continue;
+    const said = signed(100 * v), [tx, ty] = clear(x(j) + size / 2, y(i) + tall / 2, size, tall, 8.2 * said.length, marks);
+    numbers.push(`<text x="${tx.toFixed(1)}" y="${(ty + 5).toFixed(1)}" text-anchor="middle" data-gain="${v}">${said}</text>`);
   }
   for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) {
     const v = gain(i, j), right = gain(i, j + 1), above = gain(i + 1, j);
     if (v !== null && right !== null && v < 0 !== right < 0) out.push(`<path d="M${x(j + 1)} ${y(i)}v${tall}" class="ex-edge"/>`);
     if (v !== null && above !== null && v < 0 !== above < 0) out.push(`<path d="M${x(j)} ${y(i)}h${size}" class="ex-edge"/>`);
   }
-  const place = (list, v, start, step) => start + step * (interpolate(list, v) + 0.5), bottom = top + rows * tall;
   const names = { predictor: PREDICTORS[view.settings.predictor] ?? view.settings.predictor, router: "next layer's router" };
-  for (const p of m.points ?? []) {
-    const cx = place(m.precisions, p.precision, left, size), cy = bottom - place(m.recalls, p.recall, 0, tall);
-    out.push(p.row === "predictor" ? `<circle cx="${cx.toFixed(1)}" cy="${cy.toFixed(1)}" r="8" class="ex-point"/>` : `<path d="M${cx.toFixed(1)} ${(cy - 7).toFixed(1)}l7 7l-7 7l-7-7z" class="ex-point ex-other"/>`);
-  }
+  for (const { row, cx, cy } of marks)
+    out.push(row === "predictor" ? `<circle cx="${cx.toFixed(1)}" cy="${cy.toFixed(1)}" r="${MARK}" class="ex-point"/>` : `<path d="M${cx.toFixed(1)} ${(cy - MARK).toFixed(1)}l${MARK} ${MARK}l-${MARK} ${MARK}l-${MARK}-${MARK}z" class="ex-point ex-other"/>`);
+  out.push(...numbers);
   m.precisions.forEach((v, j) => out.push(`<text x="${x(j) + size / 2}" y="${bottom + 17}" text-anchor="middle">${v}</text>`));
   m.recalls.forEach((v, i) => out.push(`<text x="${left - 6}" y="${y(i) + tall / 2 + 5}" text-anchor="end">${v}</text>`));
   out.push(`<text x="${left + (columns * size) / 2}" y="${bottom + 36}" text-anchor="middle">precision of the guesses</text><text transform="translate(14 ${top + (rows * tall) / 2}) rotate(-90)" text-anchor="middle">recall</text>`);
@@ -236,6 +245,15 @@ function map(view) {
   const harmed = m.gain.flat().filter((v) => v !== null && v < 0).length, all = m.gain.flat().filter((v) => v !== null).length;
   return `${caption}<svg viewBox="0 0 ${left + columns * size + 4} ${bottom + 44}" role="img" aria-label="Harm map: prefetching harms in ${harmed} of ${all} cells. ${escaped(where.join("; "))}">${out.join("")}</svg>
     <p class="ex-where">${where.map(escaped).join("<br>") || "This trace holds no guesses at this horizon, so no point is on the map."}</p>`;
+}
+
+// Where a number of `width` stands in a cell (its middle x, y) clear of the markers: in the middle if it can, else below, above or aside, else where most room is left.
+function clear(x, y, size, tall, width, marks) {
+  const up = tall / 2 - 9, aside = Math.max(0, (size - width) / 2 - 2);
+  const spots = [[0, 0], [0, up], [0, -up], [aside, up], [-aside, up], [aside, -up], [-aside, -up], [aside, 0], [-aside, 0]];
+  const room = ([dx, dy]) => Math.min(99, ...marks.map((p) => Math.hypot(Math.max(0, Math.abs(p.cx - x - dx) - width / 2), Math.max(0, Math.abs(p.cy - y - dy) - 7)) - MARK - 1));
+  const best = spots.find((spot) => room(spot) >= 0) ?? spots.reduce((a, b) => (room(b) > room(a) ? b : a));
+  return [x + best[0], y + best[1]];
 }
 
 function interpolate(list, v) { // position of v among rising values, held at the ends
@@ -249,7 +267,8 @@ function interpolate(list, v) { // position of v among rising values, held at th
 // A model over a table of positions (see explore_grid): the same interface as a notebook's, answered from the page itself.
 class Tabulated {
   constructor(data, numbers) {
-    Object.assign(this, { data, numbers, heard: {}, state: { controls: data.controls, settings: { ...data.fixed, ...data.settings }, imports: 0 } });
+    Object.assign(this, { data, numbers, heard: {}, state: { controls: data.controls, settings: { ...data.fixed, ...data.settings }, imports: 0,
+      fixed: Object.entries(data.fixed).map(([name, value]) => ({ name, values: [value] })) } });
     this.state.view = this.view();
   }
   get(name) { return this.state[name]; }
