@@ -245,10 +245,10 @@ class FinewebEdu:
         self.count = count
 
     def documents(self) -> Iterator[Document]:
+        _reach_hub()
         import datasets  # these two are slow to import, and needed here only
         import httpx
 
-        _reach_hub()
         try:
             stream = datasets.load_dataset("HuggingFaceFW/fineweb-edu", "sample-10BT", split="train", streaming=True)
             for row in islice(stream, self.count):

@@ -84,7 +84,11 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
     for kind, predictor in fitted.items():
         final = heads_file(folder, target.stem, kind)
         partial = final.with_suffix(".partial")
-        save_file(predictor.state_dict(), partial)
+        try:
+            save_file(predictor.state_dict(), partial)
+        except Exception:
+            partial.unlink(missing_ok=True)   # a full disk needs the room
+            raise
         partial.replace(final)
     if not target.exists():
         write_json(target, result)
