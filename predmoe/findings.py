@@ -227,6 +227,7 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
     if "05_cache_simulation" not in found:
         return ["Not simulated in this profile: 05_cache_simulation has not been run."]
     arms, known = found["05_cache_simulation"]["arms"], results.reference()["simulator"]
+    models = found["05_cache_simulation"]["provenance"]["parameters"]["models"]
     speed = {arm: float(np.mean(list(results.values_by_seed(arms, arm, "tok_s").values()))) for arm in ("demand", "baseline-ranking", "joint-ranking", "oracle")}
     joint, plain = (experiments.relative_effect(arms, *pair, "tok_s") for pair in (("joint-ranking", "baseline-ranking"), ("baseline-ranking", "demand")))
     room = speed["oracle"] - speed["baseline-ranking"]
@@ -234,7 +235,7 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
     said = [
         f"{_worth(joint)}: {speed['baseline-ranking']:.3f} → {speed['joint-ranking']:.3f} tok/s with the ranking predictor of the ordinary → of the joint model, {speed['demand']:.3f} without prefetch and "
         f"{speed['oracle']:.3f} with an oracle. Prefetching itself is worth {100 * plain['mean']:+.1f}%{left}.",
-        f"The accuracies are ours, the machine is the reference study's ({known['geometry']}), its simulator's faults mended, which also makes its one cache one for each layer.",
+        f"The accuracies are those of our {models} models, the machine is the reference study's ({known['geometry']}), its simulator's faults mended, which also makes its one cache one for each layer.",
     ]  # fmt: skip
     rows = [row for row in found.get("08_latency_sensitivity", {}).get("arms", []) if "gain_over_baseline" in row]
     if rows:

@@ -163,12 +163,6 @@ def reference() -> dict:
     return json.loads((ASSETS / "reference.json").read_text())
 
 
-def citation() -> str:
-    """The reference study in a line of Markdown, linked."""
-    it = reference()
-    return f"[*{it['name']}*]({it['url']}) ({it['author']}, {it['year']})"
-
-
 def glossary() -> str:
     """The report's words, explained in a Markdown list (assets/glossary.md)."""
     return (ASSETS / "glossary.md").read_text()

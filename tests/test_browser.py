@@ -104,8 +104,8 @@ def test_no_marker_covers_a_number_of_the_map_and_what_is_held_is_said(chromium,
     page = browser.opened(chromium, size)
     page.goto((made[0] / "explore.html").as_uri())
     page.wait_for_selector(".explorer[data-settings]")
-    for name in ("horizon", "gb_per_s", "budget"):
-        browser.press(page, name, "ArrowRight")
+    for name, key in (("horizon", "ArrowRight"), ("gb_per_s", "ArrowLeft"), ("budget", "ArrowRight")):
+        browser.press(page, name, key)
         covered = page.evaluate("""() => [...document.querySelectorAll('.ex-map text[data-gain]')].filter(t => { const a = t.getBBox();
             return [...document.querySelectorAll('.ex-point')].some(m => { const b = m.getBBox(), x = b.x + b.width / 2, y = b.y + b.height / 2;
                 return Math.hypot(Math.max(a.x - x, 0, x - a.x - a.width), Math.max(a.y + 3 - y, 0, y - a.y - a.height + 3)) < 4; }); }).map(t => t.textContent)""")

@@ -119,6 +119,14 @@ def test_an_axis_of_shares_ends_where_shares_do(name):
         assert -0.03 <= low < 0.97 and 0.99 < high < 1.03, name
 
 
+@pytest.mark.parametrize("axis, whole, limits, kept", [("y", 1.0, (-4.0, 7.0), (-0.02, 1.02)), ("x", 100.0, (20.0, 130.0), (20.0, 101.6)), ("y", 1.0, (0.4, 0.9), (0.4, 0.9))])
+def test_shares_keep_an_axis_where_shares_are(axis, whole, limits, kept):
+    ax = mpl.figure.Figure().subplots()
+    getattr(ax, f"set_{axis}lim")(*limits)
+    plots.shares(ax, axis=axis, whole=whole)
+    assert getattr(ax, f"get_{axis}lim")() == pytest.approx(kept)
+
+
 def test_the_summary_says_how_many_seeds_each_arm_has_in_the_arms_own_look():
     arms = [row for row in study(range(5)) if row["arm"] != "alternative" or row["seed"] < 3]
     figure = summary(arms)

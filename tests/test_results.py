@@ -397,7 +397,8 @@ def test_answers_figure_claims_and_paper_stand_on_the_experiment_with_most_seeds
 def race(joint, oracle=1.2):
     """Arms of a simulation by seed: the joint model's speed against the baseline's 1.0."""
     speeds = {"demand": 0.8, "baseline-ranking": 1.0, "oracle": oracle}
-    return {"05_cache_simulation": {"arms": [{"arm": arm, "seed": seed, "tok_s": speed} for seed in range(len(joint)) for arm, speed in (speeds | {"joint-ranking": joint[seed]}).items()]}}
+    arms = [{"arm": arm, "seed": seed, "tok_s": speed} for seed in range(len(joint)) for arm, speed in (speeds | {"joint-ranking": joint[seed]}).items()]
+    return {"05_cache_simulation": {"arms": arms, "provenance": {"parameters": {"models": "cpu"}}}}
 
 
 @pytest.mark.parametrize("joint, words", [
@@ -406,7 +407,7 @@ def race(joint, oracle=1.2):
 ])  # fmt: skip
 def test_what_it_is_worth_is_said_plainly_whichever_way_it_falls(joint, words):
     told = findings.say_worth(race(joint))
-    assert words in told[0] and "0.800 without prefetch and 1.200 with an oracle. Prefetching itself is worth +25.0%" in told[0] and "5 GB/s" in told[1] and len(told) == 2
+    assert words in told[0] and "0.800 without prefetch and 1.200 with an oracle. Prefetching itself is worth +25.0%" in told[0] and "5 GB/s" in told[1] and "our cpu models" in told[1] and len(told) == 2
     gains = [{"arm": "joint-linear", "seed": seed, "gain_over_baseline": {"fits": 0.02 + 0.001 * seed, "beyond": 0.0}} for seed in range(3)]
     assert "nothing at 3.5 GB/s" in findings.say_worth(race(joint) | {"08_latency_sensitivity": {"arms": gains}})[2]
 
