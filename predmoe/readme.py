@@ -111,7 +111,7 @@ def figures(profile: str, table: str) -> str:
 
 def _title(name: str) -> str:
     """The heading of a notebook."""
-    cells = json.loads((paths.NOTEBOOKS / f"{name}.ipynb").read_text())["cells"]
+    cells = parse_json((paths.NOTEBOOKS / f"{name}.ipynb").read_text())["cells"]
     heading = re.search(r"^#\s+(.+)$", "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"), flags=re.MULTILINE)
     return heading[1].strip() if heading else name
 
