@@ -248,5 +248,9 @@ def describe(config: RunConfig) -> str:
         words.append(f"entropy {o.lambda_ent:g}")
     if o.lambda_lookup:
         words.append(f"lookup penalty {o.lambda_lookup:g}")
+    if config.finetune is not None:
+        f = config.finetune
+        how = {"lora": f"LoRA of rank {f.rank}", "half": "fine-tune of the last half", "full": "fine-tune of all weights", "none": "no training"}[f.trained]
+        words.append(f"{how} on {'run ' + f.stock.hash if f.stock else f.checkpoint}")
     order = f", data order {config.data.order_seed}" if config.data.order_seed else ""
     return f"{' + '.join(words) or 'baseline'}, seed {config.train.seed}{order}"
