@@ -8,6 +8,7 @@ routing `hf` captures. What it writes at its end is an OLMoE checkpoint with the
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,15 +71,15 @@ def digest(model: nn.Module) -> str:
 
 
 def as_ours(model: nn.Module, config: ModelConfig) -> MoEModel:
-    """A transformers OLMoE model (without adapters) as our own, on its device."""
+    """A transformers OLMoE model (without adapters) as our own, on its device; the experts' weights are shared with it, not copied."""
     theirs = model.state_dict()
     state = {ours: torch.cat([theirs[name] for name in entries]) for ours, entries in dense_entries(config).items()}
     for i in range(config.num_layers):
         for ours, name in zip(("gate_up", "down"), EXPERTS):
             state[f"layers.{i}.experts.{ours}"] = theirs[f"model.layers.{i}.{name}"]
-    own = MoEModel(config).to(next(iter(state.values())).device)
-    own.load_state_dict(state)
-    return own
+    own = MoEModel(config)
+    own.load_state_dict(state, assign=True)
+    return own.to(next(iter(state.values())).device)   # buffers
 
 
 # --- what is trained ---------------------------------------------------------------------------------------------------
@@ -169,8 +170,9 @@ def drift(tuned: MoEModel, stock: MoEModel, windows: np.ndarray, *, autocast: to
     after, before = dict(tuned.named_parameters()), dict(stock.named_parameters())
     moved = {}
     for part in ("router", "experts", "attention"):
-        pairs = [(after[name].double(), p.double()) for name, p in before.items() if f".{part}." in name]
-        moved[part] = float(sum(((a - b) ** 2).sum() for a, b in pairs).sqrt() / sum((b**2).sum() for _, b in pairs).sqrt())
+        names = [name for name in before if f".{part}." in name]   # one tensor at a time in float64
+        change, size = (sum(float(of(name).double().square().sum()) for name in names) for of in (lambda name: after[name] - before[name], before.get))
+        moved[part] = math.sqrt(change / size)
     return {"kept": float(kept_L.mean() / total), "kept_per_layer": (kept_L / total).tolist(), "weights": moved}
 
 

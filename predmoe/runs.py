@@ -241,7 +241,7 @@ def describe(config: RunConfig) -> str:
     o, m = config.objective, config.model
     words = [] if m.routing == "topk" else [f"{m.routing} router" + (f" by {m.early_by}" if m.early_by else "")]
     if o.lambda_pred:
-        words.append(f"joint {o.lambda_pred:g} {o.target}/{o.gradient}{' and next token' if config.predictor.next_token else ''}")
+        words.append(f"{'isolated' if o.gradient == 'none' else 'joint'} {o.lambda_pred:g} {o.target}/{o.gradient}{' and next token' if config.predictor.next_token else ''}")
     if o.lambda_sticky:
         words.append(f"sticky {o.lambda_sticky:g}")
     if o.lambda_ent:
