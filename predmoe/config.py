@@ -17,7 +17,8 @@ from predmoe.strict import (  # noqa: F401  what uses configurations has the mac
 ROUTINGS = ("topk", "early", "hash")
 PREDICTORS = ("linear", "ranking")
 TARGETS = ("topk", "soft", "membership")
-GRADIENTS = ("input", "both")
+GRADIENTS = ("input", "both", "none")
+TRAINED = ("lora", "half", "full", "none")
 DTYPES = ("float32", "bfloat16")
 EVAL_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "openbookqa", "lambada_openai")   # the harness's own names
 MOST_THREADS = 4096
@@ -93,7 +94,7 @@ class ObjectiveConfig:
 
     `ramp_start`, `ramp_end`: fractions of training between which lambda_pred rises linearly from 0 to its value; equal
     values at 0 mean no ramp. `gradient`: "input" reaches the backbone through the predictor's input alone; "both" also
-    through the target router (straight-through where the target is hard).
+    through the target router (straight-through where the target is hard); "none" does not reach it: the heads are trained beside it (isolation).
 
     `lambda_lookup`: weight of the penalty on what a lookup by token id knows of the routing (`objectives.familiarity`).
     """
@@ -257,11 +258,55 @@ class DownstreamConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """What a run starts from, where that is a trained model, and what of it is trained (`finetune`).
+
+    `stock`: a run of the same store, trained first where it is missing; or `checkpoint`: the folder or hub id of an OLMoE model.
+    `trained`: "lora" (adapters of `rank` and `alpha` on attention and experts; routers as they are), "half" (all weights of the last half of the
+    blocks), "full" (all weights) or "none" (the model as it is; only heads are trained, where there are some).
+    """
+
+    stock: RunConfig | None = None
+    checkpoint: str = ""
+    trained: str = "lora"
+    rank: int = 16
+    alpha: int = 32
+
+    def __post_init__(self):
+        if (self.stock is None) == (not self.checkpoint):
+            raise ConfigError("a fine-tune starts from one model: give either stock, a run, or checkpoint, a folder or hub id")
+        if self.stock is not None and self.stock.model.routing != "topk":
+            raise ConfigError(f"stock: routing={self.stock.model.routing!r} is not OLMoE's, only a model with routing='topk' can be fine-tuned")
+        choice("trained", self.trained, TRAINED)
+        for name in ("rank", "alpha"):
+            count(name, getattr(self, name))
+
+    @property
+    def identity(self) -> dict:
+        """What of it enters a run's hash: the stock run by its own, and of an adapter only where there is one."""
+        adapter = {"rank": self.rank, "alpha": self.alpha} if self.trained == "lora" else {}
+        return {"from": self.checkpoint if self.stock is None else self.stock.hash, "trained": self.trained} | adapter
+
+    def check(self, model: ModelConfig, data: DataConfig) -> None:
+        """Raise ConfigError unless a run of this shape and text can start from the stock run."""
+        if self.stock is None:
+            return   # looked at when it is loaded
+        found = self.stock.model
+        if model.context > found.context:
+            raise ConfigError(f"context={model.context} is longer than that of the stock model, {found.context}")
+        if other := [f.name for f in dataclasses.fields(model) if f.name != "context" and getattr(model, f.name) != getattr(found, f.name)]:
+            raise ConfigError(f"{other[0]}={getattr(model, other[0])!r} is not the stock model's, {getattr(found, other[0])!r}: a fine-tune keeps its shape")
+        if data.tokenizer != self.stock.data.tokenizer:
+            raise ConfigError(f"tokenizer={data.tokenizer!r} is not the stock model's, {self.stock.data.tokenizer!r}: its ids mean other text")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One trained model: the address of a run in the store.
 
     `predictor` gives the horizons, and the heads trained with the backbone where lambda_pred > 0. Without that term the
     predictor and the form of the term change nothing, so they do not enter the hash: there is one baseline per seed.
+    `finetune`: the trained model that it starts from, and which weights it trains; without it all of them, from nothing.
     """
 
     model: ModelConfig
@@ -269,8 +314,11 @@ class RunConfig:
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     predictor: PredictorConfig = PredictorConfig()
+    finetune: FinetuneConfig | None = later(None)
 
     def __post_init__(self):
+        if self.finetune is not None:
+            self.finetune.check(self.model, self.data)
         for name in ("heldout_tokens", "dev_tokens"):
             if getattr(self.data, name) < self.model.context:  # else it would be said at the end of training
                 raise ConfigError(f"{name}={getattr(self.data, name)} must be at least one context of {self.model.context} tokens")
@@ -282,13 +330,14 @@ class RunConfig:
 
     @property
     def hash(self) -> str:
+        start = {} if self.finetune is None else {"finetune": self.finetune.identity}
         if self.objective.lambda_pred:
-            return stable_hash(self)
+            return stable_hash(self, **start)
         plain = ObjectiveConfig()
         unused = {name: getattr(plain, name) for name in ("target", "gradient", "ramp_start", "ramp_end")}
         scale = dataclasses.replace(self.train, predictor_lr_scale=1.0)
         objective = dataclasses.replace(self.objective, **unused)
-        return stable_hash(self, train=scale, objective=objective, predictor=PredictorConfig())
+        return stable_hash(self, train=scale, objective=objective, predictor=PredictorConfig(), **start)
 
 
 @dataclass(frozen=True)
@@ -334,8 +383,8 @@ TIERS = {
 }
 
 
-def tier(name: str, *, seed: int | None = None, **sections) -> RunConfig:
-    """The run of tier `name`; `sections` (model, train, data, objective, predictor) are dicts of changed fields.
+def tier(name: str, *, seed: int | None = None, finetune: FinetuneConfig | dict | None = None, **sections) -> RunConfig:
+    """The run of tier `name`; `sections` (model, train, data, objective, predictor) are dicts of changed fields. `finetune`: what it starts from.
 
     `seed` is the initialisation seed (train.seed). Raises ConfigError for an unknown tier, section, field or type.
     """
@@ -351,4 +400,4 @@ def tier(name: str, *, seed: int | None = None, **sections) -> RunConfig:
         parts[section] |= changes
     if seed is not None:
         parts["train"]["seed"] = seed
-    return build(RunConfig, parts)
+    return build(RunConfig, parts | {"finetune": finetune})

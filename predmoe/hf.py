@@ -237,11 +237,11 @@ class Backbone:
     """A transformers causal language model with its gates: `body`, `config`, `device` and the call of our own `MoEModel`.
 
     Making one runs two tokens through the model, to see that every gate can be read. `layers`: the model's index of each MoE layer;
-    `model_layers` counts the dense ones too. Raises ConfigError for a model whose routing cannot be captured.
+    `model_layers` counts the dense ones too. `detach=False`: a call's records keep the graph (`capture`). Raises ConfigError for a model whose routing cannot be captured.
     """
 
-    def __init__(self, model: nn.Module):
-        self.model, self.gates = model, find_gates(model)
+    def __init__(self, model: nn.Module, *, detach: bool = True):
+        self.model, self.gates, self.detach = model, find_gates(model), detach
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model   # peft's wrapper
         self.decoder = inner.get_decoder()
         if self.decoder is inner and isinstance(getattr(inner, "model", None), nn.Module):   # a family whose prefix is another's
@@ -296,7 +296,7 @@ class Backbone:
     def __call__(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Output:
         """Loss (with targets) or logits, and the routing of every MoE layer, as of `MoEModel`."""
         self._check(tokens_BT)
-        with self.capture() as seen:
+        with self.capture(detach=self.detach) as seen:
             logits_BTV = self.model(input_ids=tokens_BT, use_cache=False).logits
             routing = seen.take()
         if targets_BT is None:

@@ -52,11 +52,11 @@ def prediction(predicted_SNE: Tensor, logits_SNE: Tensor, experts_SNK: Tensor, *
     predicted_SNE: predictor logits; logits_SNE, experts_SNK: router logits and realized top-k of the target layers.
     target "topk": cross-entropy to mass 1/k on each realized expert (the reference's term); "soft": KL(router || predictor);
     "membership": binary cross-entropy of top-k membership, mean over experts.
-    gradient "input": the targets are constants. "both": the gradient also reaches the target router: exactly for "soft",
+    gradient "input" and "none": the targets are constants. "both": the gradient also reaches the target router: exactly for "soft",
     and straight-through for the hard targets (value of the hard target, slope of the router's probability).
     """
     probs_SNE = logits_SNE.float().softmax(-1)
-    if gradient == "input":
+    if gradient != "both":
         probs_SNE = probs_SNE.detach()
     through = probs_SNE - probs_SNE.detach()  # zero, with the probability's slope
     if target == "topk":
@@ -64,7 +64,7 @@ def prediction(predicted_SNE: Tensor, logits_SNE: Tensor, experts_SNK: Tensor, *
         return -(goal * predicted_SNE.float().log_softmax(-1)).sum(-1).mean()
     if target == "soft":
         log_p = logits_SNE.float().log_softmax(-1)
-        log_p = log_p.detach() if gradient == "input" else log_p
+        log_p = log_p if gradient == "both" else log_p.detach()
         return (probs_SNE * (log_p - predicted_SNE.float().log_softmax(-1))).sum(-1).mean()
     goal = membership(experts_SNK, logits_SNE.shape[-1]) + through
     return F.binary_cross_entropy_with_logits(predicted_SNE.float(), goal)
@@ -102,6 +102,7 @@ def prediction_of(predictor: Predictor, routing: list[Routing], objective: Objec
     the same layer, over the tokens that have a next one; `batch` then says how many sequences are laid one after the other.
     """
     hidden, logits, experts = (stack(routing, n) for n in ("hidden_ND", "logits_NE", "experts_NK"))
+    hidden = hidden.detach() if objective.gradient == "none" else hidden
     total, pairs = hidden.new_zeros(()), 0
     for h in predictor.config.depths:
         if h:

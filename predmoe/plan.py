@@ -125,9 +125,16 @@ def _item(entry: dict, store: Path, timings: dict) -> Item:
     return Item(run, posthoc, further, tuple(entry["notebooks"]), entry["arm"], lacking, state, left)
 
 
-def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
-    """model -> (median seconds per training step of `batch` tokens, median seconds of measuring), from the finished runs of a store."""
-    found: dict[config.ModelConfig, list[tuple[float, float]]] = {}
+Kind = tuple[config.ModelConfig, str]   # a shape, and how it is trained: "" from nothing, else what of a stock model is
+
+
+def _kind(run: config.RunConfig) -> Kind:
+    return run.model, run.finetune.trained if run.finetune else ""
+
+
+def _timings(store: Path) -> dict[Kind, tuple[float, float]]:
+    """kind of run -> (median seconds per training step of `batch` tokens, median seconds of measuring), from the finished runs of a store."""
+    found: dict[Kind, list[tuple[float, float]]] = {}
     for source in sorted(store.glob("*/posthoc-*.json")):
         if source.name.endswith(".config.json"):
             continue
@@ -136,8 +143,8 @@ def _timings(store: Path) -> dict[config.ModelConfig, tuple[float, float]]:
         if not all(isinstance(seconds.get(part), (int, float)) for part in ("train", "posthoc")):
             raise config.ConfigError(f"{source} is damaged (it does not say how long training and measuring took); restore it from a copy, or remove it to measure the run again")
         tokens = run.train.steps * run.train.batch_size * run.model.context
-        found.setdefault(run.model, []).append((seconds["train"] / tokens, seconds["posthoc"]))
-    return {model: tuple(map(statistics.median, zip(*values))) for model, values in found.items()}
+        found.setdefault(_kind(run), []).append((seconds["train"] / tokens, seconds["posthoc"]))
+    return {kind: tuple(map(statistics.median, zip(*values))) for kind, values in found.items()}
 
 
 def _configuration(source: Path, described) -> config.RunConfig:
@@ -155,9 +162,10 @@ def _estimate(run: config.RunConfig, found: runs.Run, timings: dict, measurement
     if not timings:
         return None
     active = lambda model: count_parameters(model)["active"]  # noqa: E731
-    like = run.model if run.model in timings else min(timings, key=lambda model: abs(active(model) - active(run.model)))
+    model, trained = kind = _kind(run)
+    like = kind if kind in timings else min(timings, key=lambda other: (abs(active(other[0]) - active(model)), other[1] != trained, not other[1]))
     per_token, measuring = timings[like]
-    scale = active(run.model) / active(like)
+    scale = active(run.model) / active(like[0])
     again = found.finished and not found.has_checkpoint
     done = read_json(found.path / "timing.json", TIMING)["steps"] if (found.path / "timing.json").exists() and not again else 0
     tokens = (run.train.steps - done) * run.train.batch_size * run.model.context

@@ -3,6 +3,7 @@ what differs by colour differs by marker or line too."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 import numpy as np
@@ -147,12 +148,12 @@ def sizes(table: pd.DataFrame, published: pd.DataFrame) -> Figure:
 
 
 @_styled
-def experts(table: pd.DataFrame, published: pd.DataFrame) -> Figure:
-    """Columns routing ("16, top-2"), seed, horizon, gain; `published`: arm, routing, horizon, gain, drawn where `table` has its routing. One panel
-    per horizon."""
+def experts(table: pd.DataFrame, published: pd.DataFrame, *, label: str = "experts", width: float = 2.6) -> Figure:
+    """Columns routing ("16, top-2", or whatever `label` names), seed, horizon, gain; `published`: arm, routing, horizon, gain, drawn where `table`
+    has its routing. One panel per horizon, `width` inches wide."""
     horizons, routings = sorted(table.horizon.unique()), list(dict.fromkeys(table.routing))
     published = published[published.routing.isin(routings)]
-    figure, axes = _panels(len(horizons), height=3.4, width=2.6, sharey=True)
+    figure, axes = _panels(len(horizons), height=3.4, width=width, sharey=True)
     look = {"color": COLORS[1], "marker": "s", "linestyle": "none"}
     marks = {name: REFERENCE | {"marker": marker} for name, marker in zip(dict.fromkeys(published.arm), ("D", "^"))}
     for ax, h in zip(axes, horizons):
@@ -161,7 +162,8 @@ def experts(table: pd.DataFrame, published: pd.DataFrame) -> Figure:
         for row in published[published.horizon == h].itertuples():
             ax.plot(routings.index(row.routing) - 0.15, 100 * row.gain, **marks[row.arm], zorder=5)
         ax.axhline(0, color="#555555", linewidth=1)
-        ax.set(title=f"h = {h}", xticks=range(len(routings)), xticklabels=routings, xlim=(-0.5, len(routings) - 0.5), xlabel="experts")
+        ax.set(title=f"h = {h}", xticks=range(len(routings)), xticklabels=["\n".join(textwrap.wrap(routing, 12)) for routing in routings],
+               xlim=(-0.5, len(routings) - 0.5), xlabel=label)
         ax.grid(axis="x", visible=False)
     axes[0].set_ylabel("joint - baseline\n(points of hit@k)")
     _effect_legend(figure, look, marks)

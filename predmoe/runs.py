@@ -266,12 +266,16 @@ def describe(config: RunConfig) -> str:
     o, m = config.objective, config.model
     words = [] if m.routing == "topk" else [f"{m.routing} router" + (f" by {m.early_by}" if m.early_by else "")]
     if o.lambda_pred:
-        words.append(f"joint {o.lambda_pred:g} {o.target}/{o.gradient}{' and next token' if config.predictor.next_token else ''}")
+        words.append(f"{'isolated' if o.gradient == 'none' else 'joint'} {o.lambda_pred:g} {o.target}/{o.gradient}{' and next token' if config.predictor.next_token else ''}")
     if o.lambda_sticky:
         words.append(f"sticky {o.lambda_sticky:g}")
     if o.lambda_ent:
         words.append(f"entropy {o.lambda_ent:g}")
     if o.lambda_lookup:
         words.append(f"lookup penalty {o.lambda_lookup:g}")
+    if config.finetune is not None:
+        f = config.finetune
+        how = {"lora": f"LoRA of rank {f.rank}", "half": "fine-tune of the last half", "full": "fine-tune of all weights", "none": "no training"}[f.trained]
+        words.append(f"{how} on {'run ' + f.stock.hash if f.stock else f.checkpoint}")
     order = f", data order {config.data.order_seed}" if config.data.order_seed else ""
     return f"{' + '.join(words) or 'baseline'}, seed {config.train.seed}{order}"

@@ -109,6 +109,9 @@ def coerce(name: str, value, kind):
         return value if isinstance(value, kind) else build(kind, value)
     origin = typing.get_origin(kind)
     if origin is types.UnionType:
+        options = [option for option in typing.get_args(kind) if option is not type(None)]
+        if len(options) == 1 and value is not None:   # it may be left out: what is wrong with it is said of the one kind that it can be
+            return coerce(name, value, options[0])
         for option in typing.get_args(kind):
             try:
                 return coerce(name, value, option)

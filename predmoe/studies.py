@@ -14,6 +14,7 @@ from . import config
 Pairs = list[tuple[str, config.RunConfig]]
 
 BASELINE = {"lambda_pred": 0.0}
+FINETUNE_ORDER = 1000   # added to a fine-tune's seed: the order of its text
 AS_IT_STANDS = "the recipe as it stands"
 
 
@@ -165,6 +166,58 @@ def longer(p: Mapping) -> dict[str, Pairs]:
     return groups
 
 
+def stock_of(p: Mapping) -> config.RunConfig | None:
+    """10_olmoe_lora, 13_olmoe_dose: the run whose model is fine-tuned; None where a checkpoint is named instead."""
+    if p["checkpoint"]:
+        return None
+    return config.tier(p["tier"], data=dict(p["data"]), predictor={"horizons": list(p["horizons"])}, **{name: dict(changes) for name, changes in p["stock"].items()})
+
+
+def finetunes(arms: Mapping[str, Mapping], seeds: Sequence[int], p: Mapping, **start) -> Pairs:
+    """Fine-tunes of the stock model, seed by seed. `start`: fields of FinetuneConfig. The text comes in an order of the seed's own, which
+    is not the stock model's: where all weights are trained nothing else depends on the seed."""
+    begun = config.FinetuneConfig(stock=stock_of(p), checkpoint=p["checkpoint"], rank=p["rank"], alpha=p["alpha"], **start)
+    found = []
+    for seed in seeds:
+        order = {"data": dict(p["data"]) | {"order_seed": FINETUNE_ORDER + seed}, "model": dict(p["stock"].get("model", {})), "train": p["train"]}
+        pairs = run_configs(arms, [seed], tier=p["tier"], horizons=p["horizons"], changes=order)
+        found += [(arm, dataclasses.replace(run, finetune=begun)) for arm, run in pairs]
+    return found
+
+
+def stock_model(p: Mapping) -> Pairs:
+    """The stock model to be measured: its own run, or what a checkpoint holds as a run that trains nothing."""
+    stock = stock_of(p)
+    if stock is not None:
+        return [("stock", stock)]
+    return finetunes({"stock": BASELINE}, p["seeds"][:1], p | {"train": dict(p["train"]) | {"steps": 1}}, trained="none")
+
+
+def olmoe_lora(p: Mapping) -> dict[str, Pairs]:
+    """10_olmoe_lora: the stock model; LoRA without and with the prediction loss; and with heads that are trained beside it in isolation."""
+    joint, isolated = ({"lambda_pred": p["lambda_pred"], "gradient": gradient} for gradient in ("input", "none"))
+    return {
+        "stock": stock_model(p),
+        "models": finetunes({"baseline": BASELINE, f"joint {p['lambda_pred']:g}": joint}, p["seeds"], p),
+        "isolation": finetunes({f"isolated {p['lambda_pred']:g}": isolated}, p["seeds"][: p["isolation_seeds"]], p),
+    }
+
+
+def olmoe_dose(p: Mapping) -> dict[str, Pairs]:
+    """13_olmoe_dose: the stock model; LoRA at every weight; other parts of the model, and training from nothing, at the last weight."""
+    doses = {"baseline": BASELINE} | {f"joint {weight:g}": {"lambda_pred": weight} for weight in p["lambdas"] if weight}
+    if len(doses) == 1:
+        raise config.ConfigError(f"lambdas={p['lambdas']} has no weight above 0: there would be nothing to compare")
+    last = list(doses)[-1]
+    groups = {"stock": stock_model(p), "lora": finetunes(doses, p["seeds"], p)}
+    for part in p["parts"]:
+        groups[part] = finetunes({f"{part} {arm}": doses[arm] for arm in ("baseline", last)}, p["seeds"][: p["part_seeds"]], p, trained=part)
+    scratch = {section: dict(changes) for section, changes in p["stock"].items()} | {"data": dict(p["data"])}
+    seeds = p["seeds"][: 0 if p["checkpoint"] else p["pretraining_seeds"]]
+    groups["pretraining"] = run_configs({f"pretraining {arm}": doses[arm] for arm in ("baseline", last)}, seeds, tier=p["tier"], horizons=p["horizons"], changes=scratch)
+    return groups
+
+
 def frontier(p: Mapping) -> dict[str, Pairs]:
     """15_frontier: the baseline and the joint model at every weight, and whatever else is listed as an entry."""
     doses = {f"joint {weight:g}": {"lambda_pred": weight} for weight in p["lambdas"] if weight}
@@ -197,8 +250,10 @@ STUDIES: dict[str, tuple[Callable[[Mapping], dict[str, Pairs]], ...]] = {
     "06_seeds": (pair,),
     "07_controls": (controls,),
     "09_longer_training": (longer,),
+    "10_olmoe_lora": (olmoe_lora,),
     "11_engine": (pair,),
     "12_downstream": (pair,),
+    "13_olmoe_dose": (olmoe_dose,),
     "14_ranking_seeds": (ranking_seeds,),
     "15_frontier": (frontier,),
 }

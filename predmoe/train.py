@@ -65,10 +65,10 @@ def build_parts(config: RunConfig) -> tuple[MoEModel, Predictor | None, torch.op
 
 
 def optimizer_of(model: torch.nn.Module, predictor: torch.nn.Module | None, t) -> torch.optim.Optimizer:
-    """AdamW over both as the training section `t` says; norm weights and biases do not decay."""
+    """AdamW over what is trained of both, as the training section `t` says; norm weights and biases do not decay."""
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": t.weight_decay, "scale": 1.0},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "scale": 1.0},
+        {"params": [p for p in model.parameters() if p.requires_grad and p.dim() > 1], "weight_decay": t.weight_decay, "scale": 1.0},
+        {"params": [p for p in model.parameters() if p.requires_grad and p.dim() == 1], "weight_decay": 0.0, "scale": 1.0},
     ]
     if predictor is not None:
         groups += [
@@ -128,20 +128,33 @@ class Trainer:
         torch.set_num_threads(config.train.threads)
         self.config, self.folder = config, Path(folder)
         self.checkpoint_seconds, self.pause_after, self.progress = checkpoint_seconds, pause_after, progress
-        self.tokens: Tokens = prepare(config.data)
+        self.tokens: Tokens = self.text()
         if self.tokens.tokenizer.vocab_size > config.model.vocab_size:
             raise ConfigError(f"tokenizer {config.data.tokenizer} has {self.tokens.tokenizer.vocab_size} entries, the model only vocab_size={config.model.vocab_size}")
         self.stream = self.tokens.stream(config.data.order_seed, config.data.shuffle_buffer)
         self.deferred = config.train.device.startswith("cuda")   # values stay on the device until they are read: no step waits for one
         self.device_report: dict = {}
         self.loader = Loader(self.make, parts=config.train.accumulate, pin=True) if self.deferred else None
-        self.model, self.predictor, self.optimizer = build_parts(config)
+        self.model, self.predictor, self.optimizer = self.parts()
         m = config.model
-        if self.deferred:
-            self.device_report = gpu.prepare(self.model, autocast=torch.bfloat16 if config.train.dtype == "bfloat16" else None, say=progress)
         self.table = TokenTable(m.num_layers, m.vocab_size, m.num_experts, config.train.device) if config.objective.lambda_lookup else None
         self.autocast = torch.bfloat16 if config.train.dtype == "bfloat16" else None
         self.step, self.seconds = 0, 0.0
+
+    def text(self) -> Tokens:
+        """What it is trained and evaluated on."""
+        return prepare(self.config.data)
+
+    def parts(self) -> tuple[torch.nn.Module, Predictor | None, torch.optim.Optimizer]:
+        """Model, heads and optimiser at step 0."""
+        model, predictor, optimizer = build_parts(self.config)
+        if self.deferred:
+            self.device_report = gpu.prepare(model, autocast=torch.bfloat16 if self.config.train.dtype == "bfloat16" else None, say=self.progress)
+        return model, predictor, optimizer
+
+    def origin(self) -> dict[str, str]:
+        """What must be the same when a run goes on, by its name in provenance.json."""
+        return {"data_hash": self.tokens.hash}
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -314,8 +327,10 @@ class Trainer:
         return forward_terms(self.model, self.predictor, windows, self.config, step=self.step, autocast=self.autocast, table=self.table)
 
     def clip(self) -> None:
-        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(everything, self.config.train.grad_clip)
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        parts = (groups[:2], groups[2:]) if self.config.objective.gradient == "none" else (groups,)   # isolated heads do not shorten the backbone's gradient
+        for part in parts:
+            torch.nn.utils.clip_grad_norm_([p for group in part for p in group], self.config.train.grad_clip)
 
     def count(self, tokens_N: torch.Tensor, experts_LNK: torch.Tensor) -> None:
         self.table.add(tokens_N, experts_LNK)

@@ -24,6 +24,7 @@ from predmoe.data import Tokens, prepare
 from predmoe.files import read_config, read_json, read_lines, reason, write_json
 from predmoe.locking import FolderLock, describe
 from predmoe.posthoc import heads_file, measure
+from predmoe.runs import open_run
 from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, is_complete, load_predictor, weights_hash
 
 FURTHER = {"locality": LocalityConfig, "downstream": DownstreamConfig}   # measurements besides the post-hoc one
@@ -39,21 +40,47 @@ def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKP
     if team is None and config.train.device == "cpu":
         check_memory(config)
     options = {"checkpoint_seconds": checkpoint_seconds, "pause_after": pause_after, "progress": progress}
-    trainer = Trainer(config, folder, **options) if team is None else distributed.DistributedTrainer(config, folder, team, engine=engine, **options)
-    source = folder / "provenance.json"
-    begun = read_json(source).get("data_hash", trainer.tokens.hash) if trainer.resumable and source.exists() else trainer.tokens.hash
-    if begun != trainer.tokens.hash:
-        raise TrainingError(f"the text of {config.data.corpus!r} has changed since this run began (it was {begun}, now {trainer.tokens.hash}): restore it, or remove {folder} to train the run anew")
+    if config.finetune is not None:
+        if team is not None:
+            raise ConfigError(f"a fine-tune is trained by one process, not by {team.size}: start it without --nproc")
+        if config.finetune.stock is not None and not train_stock(folder, config.finetune.stock, **options):
+            return
+        from predmoe.finetune import FinetuneTrainer   # transformers and peft, which nothing else needs
+
+        trainer = FinetuneTrainer(config, folder, **options)
+    else:
+        trainer = Trainer(config, folder, **options) if team is None else distributed.DistributedTrainer(config, folder, team, engine=engine, **options)
+    source, origin = folder / "provenance.json", trainer.origin()
+    begun = read_json(source) if trainer.resumable and source.exists() else {}
+    for what, key in ((f"the text of {config.data.corpus!r}", "data_hash"), ("the stock model", "stock_weights")):
+        if key in origin and begun.get(key, origin[key]) != origin[key]:
+            raise TrainingError(f"{what} has changed since this run began (it was {begun[key]}, now {origin[key]}): restore it, or remove {folder} to train the run anew")
     if trainer.leader:
         if not trainer.resumable or not source.exists():
-            write_json(source, provenance.capture() | {"data_hash": trainer.tokens.hash} | ({"device": trainer.device_report} if trainer.device_report else {}))
+            write_json(source, provenance.capture() | origin | ({"device": trainer.device_report} if trainer.device_report else {}))
         distributed.record(source, distributed.description(team.size if team else 1, engine, config.train.device))
     trainer.train()
 
 
+def train_stock(folder: Path, stock: RunConfig, *, progress=print, **options) -> bool:
+    """Bring the run that the run in `folder` starts from to its end, in the same store; waits where another works on it. False where it paused."""
+    path = open_run(stock, folder.parent).path
+    with FolderLock(path, waiting=lambda who: progress(f"waiting: {who} works on the stock model")):
+        train(path, stock, progress=lambda line: progress(f"stock model: {line}"), **options)
+        if complete := is_complete(path, stock):
+            text_of(path, stock)   # raises where its weights are no longer what it ended with
+        return complete
+
+
 def text_of(folder: Path, config: RunConfig) -> Tokens:
     """The text of a finished run. Raises ConfigError where it, or the checkpoint, is no longer what the run ended with."""
-    ended, tokens = read_json(folder / "finished.json"), prepare(config.data)
+    if config.finetune is None:
+        tokens = prepare(config.data)
+    else:
+        from predmoe.finetune import prepare_text
+
+        tokens = prepare_text(config)
+    ended = read_json(folder / "finished.json")
     for what, key, found in ((f"the text of {config.data.corpus!r}", "data_hash", tokens.hash), ("the checkpoint's weights", "weights", weights_hash(folder / "checkpoint"))):
         if ended.get(key, found) != found:
             raise ConfigError(f"{what} changed after the run {folder} ended (it was {ended[key]}, now {found}): restore it, or remove the folder to train the run again")
@@ -69,13 +96,16 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
     torch.set_num_threads(config.train.threads)
     # Read before the fit, which takes minutes: a damaged file stops it at once.
     timing, trained_by = read_json(folder / "timing.json", TIMING), read_json(folder / "provenance.json")
-    terms = [line["terms"] for line in read_lines(folder / "metrics.jsonl") if "terms" in line and line.get("step") == config.train.steps]
+    logged = [line for line in read_lines(folder / "metrics.jsonl") if line.get("step") == config.train.steps]
+    terms, moved = [line["terms"] for line in logged if "terms" in line], [line for line in logged if "drift" in line]
     if not terms:
         raise ConfigError(f"{folder / 'metrics.jsonl'} has not the last training step; restore it from a copy, or remove the folder {folder} to train the run again")
     model = load_checkpoint(folder / "checkpoint", config.model).to(config.train.device)
     cotrained = load_predictor(folder / "checkpoint", config)
     result, fitted = measure(model, cotrained, config, text_of(folder, config), posthoc, progress=progress)
     result["terms_nats"] = terms[-1]
+    if moved:   # of a fine-tune
+        result |= {"drift": moved[-1]["drift"], "trained": moved[-1]["trained"]}
     result["seconds"]["train"] = timing["seconds"]
     result["tokens_per_second"] = timing["tokens_per_second"]
     result["weights"] = weights_hash(folder / "checkpoint")

@@ -241,8 +241,10 @@ def test_one_seed_is_enough_to_run_and_is_called_untested(executed):
     assert any("in one seed, untested" in sentence for sentence in results.load("smoke", "02_horizons")["findings"])
 
 
-# What these take on top of the models of 01 and 02, in the same store: one seed of everything.
+# What these take on top of the models of 01 and 02, in the same store: one seed of everything. 01's baseline is the model that is fine-tuned.
+FINETUNED = {"seeds": [0], "stock": {"model": {}, "train": TINY["train"]}, "rank": 2}
 FURTHER = {
+    "10_olmoe_lora": FINETUNED | {"isolation_seeds": 0}, "13_olmoe_dose": FINETUNED | {"parts": ["half"]},
     "07_controls": {"seeds": [0], "order_seeds": [0]},
     "12_downstream": {"seeds": [0], "items": 4, "cloze": 10, "peer_items": 4},
     "09_longer_training": {"seeds": [0], "times": 0.5},
@@ -253,7 +255,7 @@ FURTHER = {
 
 @pytest.fixture(scope="module")
 def further(executed):
-    """07, 09, 12 and 15 executed for real after 01 and 02; the report's claims are then theirs too."""
+    """07, 09, 10, 12, 13 and 15 executed for real after 01 and 02; the report's claims are then theirs too."""
     for name, params in FURTHER.items():
         execute.execute(paths.NOTEBOOKS / f"{name}.ipynb", executed / name / f"{name}.ipynb", TINY | params)
     return executed
@@ -264,9 +266,13 @@ def further(executed):
 def test_a_further_notebook_runs_on_the_models_that_are_there(further, name):
     leaves_what_it_promises(further, name)
     arms = {row["arm"]: row for row in results.load("smoke", name)["arms"]}
-    assert arms["baseline"]["config_hash"] == next(row["config_hash"] for row in results.load("smoke", "01_mechanism")["arms"] if (row["arm"], row["seed"]) == ("baseline", 0))
+    assert arms["stock" if "stock" in arms else "baseline"]["config_hash"] == next(row["config_hash"] for row in results.load("smoke", "01_mechanism")["arms"] if (row["arm"], row["seed"]) == ("baseline", 0))
     if name == "12_downstream":
         assert all("heldout_cloze" in row["downstream"]["tasks"] and not row["downstream"]["harness"]["heldout_cloze"]["judged_otherwise"] for row in arms.values())
+    elif "stock" in arms:
+        fine = {arm: row for arm, row in arms.items() if "drift" in row}
+        assert fine.keys() == {"10_olmoe_lora": {"baseline", "joint 0.1"}, "13_olmoe_dose": {"baseline", "joint 1", "half baseline", "half joint 1"}}[name]
+        assert all(row["trained"]["experts"] for row in fine.values()) and all(("cotrained" in row["hit"]) == ("joint" in arm) for arm, row in fine.items())
     elif name == "09_longer_training":
         assert "sharpened" in arms and {"baseline 0.5x", "joint 0.5x", "entropy 0.01"} <= arms.keys()
     else:

@@ -1,0 +1,163 @@
+"""10_olmoe_lora and 13_olmoe_dose: can predictability be fitted to a model that is trained already, and how much of it must be trained for that?
+
+A joint fine-tune is compared with a baseline fine-tune of the same seed: the same stock model, text, steps and trained weights, without the
+prediction loss. What both share with the stock model is drift: a fine-tune alone changes routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from . import experiments, results, stats
+from .findings import _seeds
+
+# What is trained, from the least to the most, and the prefix of its arms' names.
+PARTS = {"LoRA": "", "last half of the blocks": "half ", "all weights": "full ", "pretraining": "pretraining "}
+FRESH = {"ranking": "ranking MLP", "linear": "linear predictor"}   # the two that are fitted afterwards
+DRIFT = {
+    "kept": ("experts kept", "share of k"), "router": ("change of the routers", "relative"), "experts": ("change of the experts", "relative"),
+    "attention": ("change of attention", "relative"), "router_entropy_fraction": ("router entropy", "share"), "load_entropy": ("load entropy", "share"),
+    "val_loss": ("validation loss", "nats/token"),
+}  # fmt: skip
+
+
+def parts_of(arms: Sequence[Mapping]) -> dict[str, str]:
+    """Of PARTS, those that `arms` have a baseline of."""
+    present = {row["arm"] for row in arms}
+    return {part: prefix for part, prefix in PARTS.items() if f"{prefix}baseline" in present}
+
+
+def reference_effects(arm: str) -> dict[tuple[str, int], float]:
+    """(predictor, horizon) -> arm - baseline in the reference study's LoRA fine-tunes, where it gives both."""
+    known = {(row["arm"], row["predictor"]): row for row in results.reference()["lora"]}
+    return {(predictor, int(h)): row[h] - known["baseline", predictor][h] for (name, predictor), row in known.items()
+            if name == arm and ("baseline", predictor) in known for h in row if h.isdigit()}  # fmt: skip
+
+
+# --- tables ------------------------------------------------------------------------------------------------------------
+
+def drifts(arms: Sequence[Mapping]) -> pd.DataFrame:
+    """One row per fine-tune: arm, seed, how many parameters it trained, and the columns of DRIFT: experts kept and relative change of weights
+    against the stock model's, and its entropies and loss minus the stock model's."""
+    (stock,) = (row for row in arms if row["arm"] == "stock")
+    return pd.DataFrame([
+        {"arm": row["arm"], "seed": row["seed"], "trained": row["trained"]["parameters"], "of which experts": row["trained"]["experts"], "kept": row["drift"]["kept"]}
+        | row["drift"]["weights"] | {name: row[name] - stock[name] for name in ("router_entropy_fraction", "load_entropy", "val_loss")}
+        for row in arms if "drift" in row and row["arm"] != "stock"
+    ])  # fmt: skip
+
+
+def drifts_table(table: pd.DataFrame) -> pd.DataFrame:
+    """`drifts` for reading: means over seeds."""
+    means = table.groupby("arm", sort=False).mean(numeric_only=True).drop(columns="seed").reset_index()
+    return means.rename(columns={name: words for name, (words, _) in DRIFT.items()})
+
+
+def by_part(arms: Sequence[Mapping], predictor: str) -> pd.DataFrame:
+    """One row per part that is trained, weight, seed and horizon: arm and routing (the part), dose, seed, horizon, gain in hit@k over the part's own
+    baseline, loss_change (fraction), margin (gain in it)."""
+    rows = []
+    for part, prefix in parts_of(arms).items():
+        base = {row["seed"]: row for row in arms if row["arm"] == f"{prefix}baseline"}
+        for row in (row for row in arms if row["arm"].startswith(f"{prefix}joint ") and row["seed"] in base):
+            control = base[row["seed"]]
+            rows += [
+                {
+                    "arm": part, "routing": part, "dose": row["lambda_pred"], "seed": row["seed"], "horizon": int(h), "gain": hit - control["hit"][predictor][h],
+                    "margin": row["margin_over_token_id"][predictor][h] - control["margin_over_token_id"][predictor][h],
+                    "loss_change": row["val_loss"] / control["val_loss"] - 1,
+                }
+                for h, hit in row["hit"][predictor].items()
+            ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+# --- effects -----------------------------------------------------------------------------------------------------------
+
+def coadaptation(arms: Sequence[Mapping], names: Sequence[str], horizons: Sequence[int]) -> list[dict]:
+    """By arm and horizon: the head that was trained along minus a fresh linear one on the same model, Holm-corrected over an arm's horizons."""
+    found = []
+    for arm in names:
+        sides = {h: [results.values_by_seed(arms, arm, f"hit.{predictor}.{h}") for predictor in ("cotrained", "linear")] for h in horizons}
+        effects = [stats.paired(*sides[h], name=f"{arm}, head trained along - fresh linear, h={h}", unit="hit@k").as_dict() for h in horizons]
+        adjusted = stats.holm([e["p"] for e in effects]) if effects[0]["p"] is not None else [None] * len(effects)
+        found += [e | {"treatment": arm, "control": arm, "predictor": "cotrained", "variation": f"head trained along, {arm}", "horizon": h, "metric": "hit", "p_holm": p,
+                       "family": "exploratory"} for e, h, p in zip(effects, horizons, adjusted)]  # fmt: skip
+    return found
+
+
+def drift_effects(arms: Sequence[Mapping]) -> list[dict]:
+    """Of every fine-tuned arm: entropies and loss minus those of the one stock model, and experts kept minus all of them, over seeds."""
+    table, found = drifts(arms), []
+    for arm, part in table.groupby("arm", sort=False):
+        for name in ("kept", "router_entropy_fraction", "load_entropy", "val_loss"):
+            values = dict(zip(part.seed, part[name] - (1 if name == "kept" else 0)))
+            words, unit = DRIFT[name]
+            effect = stats.over_seeds(values, name=f"{arm} - stock model, {words}", unit=unit).as_dict()
+            found.append(effect | {"treatment": arm, "control": "stock", "metric": name, "family": "exploratory"})
+    return found
+
+
+def part_effects(arms: Sequence[Mapping], dose: str, predictors: Sequence[str]) -> list[dict]:
+    """joint - baseline at weight `dose` for every part that is trained, `variation` naming it."""
+    return [
+        effect | {"variation": part, "name": f"{part}: {effect['name']}"}
+        for part, prefix in parts_of(arms).items()
+        for effect in experiments.hit_effects(arms, f"{prefix}joint {dose}", f"{prefix}baseline", predictors=predictors)
+    ]  # fmt: skip
+
+
+def part_gates(arms: Sequence[Mapping]) -> list[dict]:
+    """The quality gate of every joint arm against the baseline of the same part."""
+    found = []
+    for prefix in parts_of(arms).values():
+        mine = [row for row in arms if row["arm"].startswith((f"{prefix}joint ", f"{prefix}baseline"))]
+        found += experiments.gates([row | {"arm": "baseline"} if row["arm"] == f"{prefix}baseline" else row for row in mine])
+    return found
+
+
+# --- in words ----------------------------------------------------------------------------------------------------------
+
+def say_coadaptation(effects: Sequence[Mapping]) -> list[str]:
+    """What the head that was trained along has over a fresh one on the same model, a sentence for each arm."""
+    by_arm: dict[str, list[Mapping]] = {}
+    for effect in effects:
+        by_arm.setdefault(effect["treatment"], []).append(effect)
+    way = lambda e: "more" if e["mean"] > 0 else "less"  # noqa: E731
+    return [
+        f"In the arm {arm} the head that was trained along foretells " + ", ".join(f"{results.effect_text(e, 'points')} at h = {e['horizon']}" for e in group)
+        + f", {'/'.join(dict.fromkeys(map(way, group)))} than a fresh linear one on the same model ({_seeds(group[0])})." for arm, group in by_arm.items()
+    ]  # fmt: skip
+
+
+def say_drift(effects: Sequence[Mapping]) -> list[str]:
+    """How far each arm's routing has moved from the stock model's, and what became of its entropies and loss."""
+    found = []
+    for arm in dict.fromkeys(e["treatment"] for e in effects):
+        mine = {e["metric"]: e for e in effects if e["treatment"] == arm}
+        changes = ", ".join(f"{DRIFT[name][0]} {results.effect_text(mine[name], unit)}" for name, unit in (
+            ("router_entropy_fraction", "points"), ("load_entropy", "points"), ("val_loss", "nats")))
+        found.append(f"Against the stock model the arm {arm} keeps {100 * (1 + mine['kept']['mean']):.1f}% of a token's experts; {changes} ({_seeds(mine['kept'])}).")
+    return found
+
+
+def say_boundary(effects: Sequence[Mapping], predictor: str) -> str:
+    """Where, from the least part that is trained to the most, an established gain begins at the deepest horizon."""
+    deepest = max(e["horizon"] for e in effects)
+    mine = [e for e in effects if e["predictor"] == predictor and e["horizon"] == deepest]
+    told = "; ".join(f"{e['variation']} {results.effect_text(e, 'points')}, {_seeds(e)}" for e in mine)
+    begun = next((e["variation"] for e in mine if e["ci95"] is not None and e["ci95"][0] > 0), None)
+    if all(e["ci95"] is None for e in mine):
+        verdict = "a single seed of each has no interval to tell where it begins"
+    else:
+        verdict = f"the first of these with an interval above zero is: {begun}" if begun else "no interval of these lies above zero"
+    return f"Joint against baseline under the {FRESH[predictor]} at h = {deepest}, by what is trained: {told}. From the least to the most, {verdict}."
+
+
+def say_against(effects: Sequence[Mapping], least: str, most: str) -> str:
+    """How large the gain of one part is beside another's, by horizon, of one predictor's `part_effects`."""
+    sides = [{e["horizon"]: e["mean"] for e in effects if e["variation"] == part} for part in (least, most)]
+    told = ", ".join(f"{100 * sides[0][h]:+z.1f} of {100 * sides[1][h]:+z.1f} points at h = {h}" for h in sides[0])
+    return f"Of what {most} gains, {least} gains {told} (means)."

@@ -1,0 +1,157 @@
+"""10_olmoe_lora and 13_olmoe_dose: what they need, and what they say of drawn measurements, whichever way these fall."""
+
+import nbformat
+import numpy as np
+import pytest
+from fake_measurements import measurement
+
+from predmoe import boundary, cli, config, execute, experiments, paths, plan, results, studies
+from predmoe.config import ConfigError
+
+NAMES = ("10_olmoe_lora", "13_olmoe_dose")
+HEADS = 0.042   # what a head that was trained along has over a fresh one, as in the reference study
+
+
+def drawn(pairs, gains):
+    """Measurements of a study's arms; `gains`: part -> the joint arm's gain, in units of the drawn effect."""
+    found = []
+    for arm, run in pairs:
+        part = next(part for part, prefix in reversed(boundary.PARTS.items()) if arm.startswith(prefix))
+        seed, joint = run.train.seed, "joint" in arm
+        row = measurement(arm, seed, gain=gains[part] if joint else 0.0, loss=4.4 if arm == "stock" else 4.3)
+        own = np.random.default_rng([seed, len(arm)])
+        if run.objective.lambda_pred:
+            row["hit"]["cotrained"] = {h: value + (HEADS if joint else 0.0) + own.normal(0, 0.001) for h, value in row["hit"]["linear"].items()}
+            row["exact_set"]["cotrained"] = row["exact_set"]["linear"]
+        row |= {"lambda_pred": run.objective.lambda_pred, "config_hash": run.hash}
+        if run.finetune is not None:
+            row |= {"drift": {"kept": 0.9 - 0.1 * joint + own.normal(0, 0.01), "kept_per_layer": [0.9] * 8, "weights": {"router": 0.1, "experts": 0.2, "attention": 0.3}},
+                    "trained": {"parameters": 100, "experts": 60}}  # fmt: skip
+        found.append(row)
+    return found
+
+
+def told(folder, gains) -> dict:
+    """results.json of both notebooks by name, their cells run in this process with the committed profile's parameters; "claims" by id."""
+    params, found = {job.name: job.params for job in execute.plan("cpu", ["10", "13"])}, {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREDMOE_OUTPUTS", str(folder))
+        patch.setattr(experiments, "measure_arms", lambda pairs, *_, **__: drawn(pairs, gains))
+        for name in NAMES:
+            scope = {}
+            for cell in nbformat.read(paths.NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
+                if cell.cell_type == "code":
+                    exec(compile(cell.source, name, "exec"), scope)
+                    if "parameters" in cell.metadata.get("tags", []):
+                        scope |= params[name] | {"profile": "drawn"}
+            found[name] = results.load("drawn", name)
+        return found | {"claims": {claim["id"]: claim for claim in results.load_claims("drawn")}}
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """As in the reference study: LoRA moves nothing (its noise is the baseline's), and the more of the model is trained the more it moves."""
+    return told(tmp_path_factory.mktemp("without"), dict(zip(boundary.PARTS, (1e-4, 0.4, 0.9, 2.0))))
+
+
+@pytest.fixture(scope="module")
+def with_transfer(tmp_path_factory):
+    """The other way: LoRA moves most."""
+    return told(tmp_path_factory.mktemp("with"), dict(zip(boundary.PARTS, (1.1, 0.4, 0.9, 2.0))))
+
+
+def test_the_claims_follow_what_was_measured(without, with_transfer):
+    assert {name: without["claims"][name]["verdict"] for name in ("no-retrofit", "lora-coadaptation")} == dict.fromkeys(("no-retrofit", "lora-coadaptation"), "replicated")
+    assert with_transfer["claims"]["no-retrofit"]["verdict"] == "not replicated" and with_transfer["claims"]["lora-coadaptation"]["verdict"] != "replicated"
+    assert without["claims"]["lora-dose"]["verdict"] != "replicated" and with_transfer["claims"]["lora-dose"]["verdict"] in ("replicated", "partly")
+    assert all(without["claims"][name]["n"] == 3 for name in ("no-retrofit", "lora-coadaptation", "lora-dose"))
+
+
+def test_where_transfer_begins_is_said_by_the_first_interval_above_zero(without, with_transfer):
+    said = [next(f for f in found["13_olmoe_dose"]["findings"] if f.startswith("Joint against baseline under the ranking MLP")) for found in (without, with_transfer)]
+    assert said[0].endswith("the first of these with an interval above zero is: last half of the blocks.")
+    assert said[1].endswith("the first of these with an interval above zero is: LoRA.")
+    assert "pretraining" in said[0] and "a single seed, exploratory" in said[0]
+    none = {"horizon": 4, "predictor": "ranking", "variation": "LoRA", "mean": 0.0, "ci95": [-0.01, 0.01], "n": 3}
+    assert boundary.say_boundary([none], "ranking").endswith("no interval of these lies above zero.")
+    assert boundary.say_boundary([none | {"ci95": None, "n": 1}], "ranking").endswith("a single seed of each has no interval to tell where it begins.")
+
+
+def test_effects_of_a_part_are_against_its_own_baseline(without):
+    rows, effects = without["13_olmoe_dose"]["arms"], without["13_olmoe_dose"]["effects"]
+    for e in effects:
+        if e.get("variation") == "all weights":
+            sides = [results.values_by_seed(rows, f"full {arm}", f"hit.{e['predictor']}.{e['horizon']}") for arm in ("joint 1", "baseline")]
+            assert e["mean"] == pytest.approx(np.mean([sides[0][seed] - sides[1][seed] for seed in (0, 1, 2)])) and e["n"] == 3
+    assert {gate["arm"] for gate in without["13_olmoe_dose"]["gates"]} == {"joint 0.1", "joint 1", "half joint 1", "full joint 1", "pretraining joint 1"}
+
+
+def test_drift_and_the_heads_gap_are_in_the_results(without):
+    found = without["10_olmoe_lora"]
+    gaps = {(e["treatment"], e["horizon"]): e for e in found["effects"] if "head trained along" in e["name"]}
+    assert gaps["joint 0.1", 1]["mean"] == pytest.approx(HEADS, abs=0.003) and gaps["joint 0.1", 1]["n"] == 3
+    assert gaps["isolated 0.1", 1]["mean"] == pytest.approx(0.0, abs=0.004) and gaps["isolated 0.1", 1]["ci95"] is None
+    kept = next(e for e in found["effects"] if e["name"] == "baseline - stock model, experts kept")
+    loss = next(e for e in found["effects"] if e["name"] == "baseline - stock model, validation loss")
+    assert kept["mean"] == pytest.approx(-0.1, abs=0.02) and kept["n"] == 3 and loss["mean"] < 0
+    assert any(sentence.startswith("Against the stock model the arm joint 0.1 keeps") for sentence in found["findings"])
+
+
+def test_the_reference_studys_fine_tunes_are_differences_of_its_levels():
+    known = boundary.reference_effects("joint 0.1")
+    assert [round(known["linear", h], 4) for h in (1, 2, 4)] == [0.001, 0.002, 0.003] and round(known["ranking", 4], 4) == 0.002
+    assert round(boundary.reference_effects("joint 1")["linear", 4], 4) == 0.026 and boundary.reference_effects("joint 3") == {}
+
+
+# --- what they need ----------------------------------------------------------------------------------------------------
+
+def test_the_plan_lists_stock_model_and_fine_tunes_once_each_stock_first(tmp_path, capsys):
+    items = plan.plan("cpu", ["10", "13"], store=tmp_path)
+    stock = items[0].run
+    assert items[0].arm == "stock" and stock.finetune is None and stock.model.num_experts == 64 and items[0].notebooks == NAMES
+    assert len({item.run.hash for item in items}) == len(items)
+    assert all(item.run.finetune is None or item.run.finetune.stock.hash == stock.hash for item in items)
+    shared = [item.arm for item in items if item.notebooks == NAMES]
+    assert shared == ["stock"] + ["baseline", "joint 0.1"] * 3
+    arms = {item.arm for item in items}
+    assert {"isolated 0.1", "joint 1", "half baseline", "half joint 1", "full baseline", "full joint 1", "pretraining joint 1"} <= arms
+    assert cli.main(["plan", "--profile", "cpu", "--only", "10"]) == 0
+    assert "LoRA of rank 16 on run " in capsys.readouterr().out
+
+
+def parameters(name, **changes):
+    return execute.check(paths.NOTEBOOKS / f"{name}.ipynb", changes)
+
+
+def test_a_named_checkpoint_takes_the_place_of_the_stock_run():
+    """The parameters of the published model: what would be run is known without a network."""
+    for name in NAMES:
+        (job,) = execute.plan("olmoe_1b_7b", [name[:2]])
+        p = parameters(name, **job.params)
+        pairs = studies.pairs_of(name, p)
+        assert all(run.finetune.checkpoint == "allenai/OLMoE-1B-7B-0924" and run.finetune.stock is None for _, run in pairs)
+        (stock,) = [run for arm, run in pairs if arm == "stock"]
+        assert stock.finetune.trained == "none" and stock.train.steps == 1 and {arm for arm, _ in pairs} >= {"stock", "baseline", "joint 0.1"}
+        assert pairs[-1][1].model.top_k == 8 and not pairs[-1][1].model.norm_topk_prob and pairs[-1][1].train.dtype == "bfloat16"
+
+
+def test_the_text_of_fine_tunes_comes_in_an_order_of_each_seeds_own():
+    pairs = studies.pairs_of("10_olmoe_lora", parameters("10_olmoe_lora", seeds=[0, 1]))
+    orders = {(arm, run.train.seed): run.data.order_seed for arm, run in pairs}
+    assert orders == {("stock", 0): 0, ("baseline", 0): 1000, ("joint 0.1", 0): 1000, ("baseline", 1): 1001, ("joint 0.1", 1): 1001, ("isolated 0.1", 0): 1000}
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"lambdas": [0.0]}, "has no weight above 0"), ({"parts": ["third"]}, "trained='third' is unknown; choose one of lora"), ({"rank": 0}, "rank=0 must be at least 1"),
+    ({"stock": {"model": {"top_k": 99}, "train": {}}}, "top_k=99 must lie in"), ({"tier": "huge"}, "tier='huge' is unknown"),
+])  # fmt: skip
+def test_wrong_parameters_are_one_sentence(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        studies.pairs_of("13_olmoe_dose", parameters("13_olmoe_dose", **changes))
+
+
+def test_a_fine_tune_is_named_on_the_command_line_as_any_run():
+    run = config.tier("cpu", seed=1, **cli.sections(["finetune.checkpoint=some/model", "finetune.trained=half"]))
+    assert (run.finetune.checkpoint, run.finetune.trained, run.train.seed) == ("some/model", "half", 1)
+    with pytest.raises(ConfigError, match="unknown parameter chekpoint for FinetuneConfig"):
+        config.tier("cpu", **cli.sections(["finetune.chekpoint=some/model"]))
