@@ -8,23 +8,29 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ..simulator import Cache, Compute, Disk, Prefetch
+from . import kernelqueue
 from .decode import Engine
 from .layout import EXPERTS, load_manifest
-from .storage import BlockFile, Buffers
+from .storage import DIRECT, BlockFile, Buffers
 from .summary import Clock
 
+if TYPE_CHECKING:
+    import pandas as pd
 
 def measure_disk(folder: str | Path, *, lanes: int, reads: int = 200, rounds: int = 3, seed: int = 0, direct: bool = True) -> tuple[Disk, pd.DataFrame]:
-    """The disk under an export as the simulator has it, and the measurements: depth, bytes, ms (of one read), gb_per_s (of all together).
+    """The disk under an export as the simulator has it, and the measurements: depth, bytes, ms (of one read), gb_per_s (of all together), issue_ms
+    (in which the processor hands one read over; it is part of ms).
 
-    `reads` random blocks at each depth 1..lanes, handed from thread to thread as the engine does, so that the hand-over counts as latency.
-    Latency is the time of the least aligned read at depth 1; medians over `rounds`, the depths taking turns.
+    `reads` random blocks at each depth 1..lanes, read as the engine does: through the kernel's queue, or where that cannot be had handed from thread to
+    thread, so that the hand-over counts as latency. Latency is the time of the least aligned read at depth 1; medians over `rounds`, the depths taking turns.
     """
+    import pandas as pd   # here: a process that only generates has no use for its memory
+
     manifest = load_manifest(folder)
     file = BlockFile(Path(folder) / EXPERTS, direct=direct, announce=lambda line: None)
     offsets = np.array(manifest.offsets).reshape(-1)
@@ -33,14 +39,36 @@ def measure_disk(folder: str | Path, *, lanes: int, reads: int = 200, rounds: in
     rng = np.random.default_rng(seed)
     plan = [(1, least), *((depth, size) for depth in range(1, lanes + 1))]
     ms: dict[tuple[int, int], list[float]] = {case: [] for case in plan}
+    issue: dict[tuple[int, int], list[float]] = {case: [] for case in plan}
     for _ in range(rounds):
         for depth, length in plan:
-            ms[depth, length].append(_ms_per_read(file, buffers, rng.choice(offsets, reads).tolist(), depth, length))
+            found = _by_queue(file, buffers, offsets, rng.integers(0, len(offsets), reads), depth, length) if manifest.alignment % file.alignment.offset == 0 else None
+            found = found or (_ms_per_read(file, buffers, rng.choice(offsets, reads).tolist(), depth, length), 0.0)
+            ms[depth, length].append(found[0])
+            issue[depth, length].append(found[1])
     file.close()
-    rows = [{"depth": depth, "bytes": length, "ms": float(np.median(times)), "gb_per_s": depth * length / np.median(times) / 1e6} for (depth, length), times in ms.items()]
+    rows = [{"depth": depth, "bytes": length, "ms": float(np.median(times)), "gb_per_s": depth * length / np.median(times) / 1e6, "issue_ms": float(np.median(issue[depth, length]))}
+            for (depth, length), times in ms.items()]  # fmt: skip
     table = pd.DataFrame(rows)
     latency = min(rows[0]["ms"], 0.9 * min(row["ms"] for row in rows[1:]))   # of a disk whose small reads are as slow as whole blocks
-    return Disk(latency_ms=latency, gb_per_s=tuple(row["depth"] * size / (row["ms"] - latency) / 1e6 for row in rows[1:]), lanes=lanes), table
+    speeds = tuple(row["depth"] * size / (row["ms"] - latency) / 1e6 for row in rows[1:])
+    return Disk(latency_ms=latency, gb_per_s=speeds, lanes=lanes, issue_ms=rows[1]["issue_ms"]), table
+
+
+def _by_queue(file: BlockFile, buffers: Buffers, offsets: np.ndarray, keys: np.ndarray, depth: int, length: int) -> tuple[float, float] | None:
+    """ms of a read and of handing one over, through the kernel's queue; None where there is none."""
+    if file.mode != DIRECT:
+        return None
+    io = kernelqueue.create(depth, offsets=offsets, check=np.zeros(len(offsets), np.bool_), size=length, addresses=kernelqueue.addresses_of(buffers.whole[:depth]), counted=np.zeros(2, np.int64))
+    if kernelqueue.open_context(io, file.descriptor, 0.0):
+        return None
+    try:
+        kernelqueue.timed(io, keys[:1])   # compiles
+        io.seconds[:], io.at[kernelqueue.BATCHES] = 0.0, 0
+        seconds = kernelqueue.timed(io, keys)
+        return 1000 * seconds * depth / len(keys), 1000 * float(io.seconds[kernelqueue.HANDED]) / int(io.at[kernelqueue.BATCHES])
+    finally:
+        kernelqueue.close_context(io)
 
 
 def _ms_per_read(file: BlockFile, buffers: Buffers, offsets: list[int], depth: int, length: int) -> float:

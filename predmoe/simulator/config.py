@@ -116,7 +116,8 @@ class Disk:
 
     With d reads running, each moves at `gb_per_s`(d) / d; `gb_per_s` is one number or a table for depth 1, 2, ... whose
     last entry holds for greater depths. A read takes `latency_ms`, then its bytes. `noise`: standard deviation of the
-    logarithm of a factor on each read's latency and size, drawn with `seed`.
+    logarithm of a factor on each read's latency and size, drawn with `seed`. `issue_ms`: in which the processor, and not the disk, is busy handing over
+    the reads that begin at a router, however many; it computes nothing meanwhile.
     """
 
     latency_ms: float = 0.1
@@ -124,6 +125,7 @@ class Disk:
     lanes: int = 1
     noise: float = 0.0
     seed: int = 0
+    issue_ms: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "gb_per_s", _numbers("gb_per_s", self.gb_per_s))
@@ -131,6 +133,7 @@ class Disk:
         at_least("latency_ms", self.latency_ms, 0.0)
         _whole("lanes", self.lanes, 1, MOST_LANES)
         at_least("noise", self.noise, 0.0)
+        at_least("issue_ms", self.issue_ms, 0.0)
         if self.noise > MOST_NOISE:
             raise SimulationError(f"noise={self.noise!r}: the logarithms of read times spread by at most {MOST_NOISE:g}")
         table = self.table

@@ -70,21 +70,24 @@ def replay(routing, guesses, times, p, r, q, spans, members, candidates, seen, c
             _compute(q, r, p, dq.ATTENTION, times.attention[layer] * extra, event, layer - 1 if layer else L - 1, layer)
             event = np.int64(s) * L + layer
             count, pairs = res.gather(routing.experts_NLK, begin, end, layer, E, r.mark, event, members)
+            begun = q.at[dq.READS]
             waiting = ask(q, r, p, routing, members, count, layer, s, event, cursor)
             if len(guesses.horizons):
                 foretell(q, r, p, routing, guesses, s, layer, seen, candidates)
             dq.start(q, r, p)
+            issue = p.issue if q.at[dq.READS] > begun else 0.0
             work = times.expert[layer] * (count + times.extra_token * (pairs - count))
             shared = times.shared[layer] * extra
             if times.overlap and count:
-                spans[s, 2] += _overlapped(q, r, p, waiting, count, work / count, shared, event, layer)
+                spans[s, 2] += _overlapped(q, r, p, waiting, count, work / count, shared, issue, event, layer)
             else:
                 asked = q.clock[0]
                 while waiting:
                     waiting -= dq.finish(q, r, p, dq.step(q, p, np.inf), event, layer)
-                spans[s, 2] += q.clock[0] - asked
-                dq.record(q, p, dq.STALL, asked, q.clock[0], layer)
-                _compute(q, r, p, dq.EXPERTS, work + shared, event, layer, layer)
+                busy = max(asked + issue - q.clock[0], 0.0)
+                spans[s, 2] += max(q.clock[0] - asked - issue, 0.0)
+                dq.record(q, p, dq.STALL, asked + issue, q.clock[0], layer)
+                _compute(q, r, p, dq.EXPERTS, busy + work + shared, event, layer, layer)
         _compute(q, r, p, dq.HEAD, times.head * extra, event, L - 1, L - 1)
         spans[s, 1] = q.clock[0]
 
@@ -185,9 +188,9 @@ def _predicted(routing, guesses, i, s, layer, target_layer, across, E, seen, sta
 
 
 @compiled
-def _overlapped(q, r, p, waiting, count, each, shared, event, layer):
+def _overlapped(q, r, p, waiting, count, each, shared, issue, event, layer):
     """Experts are computed one by one as they arrive, then the shared work. Returns the stall."""
-    began = q.clock[0]
+    began = q.clock[0] + issue
     free = began + each * (count - waiting)
     dq.record(q, p, dq.EXPERTS, began, free, layer)
     stall = 0.0

@@ -98,7 +98,7 @@ def _settings(cache: Cache, disk: Disk, E: int, prefetch: Prefetch | None, warmu
         factors = np.ones(1)
     guard = GUARDS.index(prefetch.guard if prefetch else "none")
     return dq.Settings(POLICIES.index(cache.policy), E, disk.lanes, float(disk.latency_ms), np.concatenate([[1.0], total / depths]), weightless,
-                         factors, guard, prefetch is None or bool(prefetch.promote), warmup, record[0], record[1])  # fmt: skip
+                         factors, guard, prefetch is None or bool(prefetch.promote), warmup, record[0], record[1], float(disk.issue_ms))  # fmt: skip
 
 
 def _guesses(trace: Trace, prefetch: Prefetch | None, times: events.Times) -> events.Guesses:
