@@ -128,7 +128,7 @@ class Engine:
         while running:
             logits_BV = self._forward(running, phase)
             on_logits(logits_BV)
-            drawn = logits_BV.argmax(1) if not temperature else torch.multinomial((logits_BV.double() / temperature).softmax(1), 1, generator=generator)[:, 0]
+            drawn = logits_BV.argmax(1) if not temperature else sampled(logits_BV, temperature, generator)
             for sequence, token in zip(running, drawn.tolist()):
                 sequence.tokens.append(token)
             self.clock.token(len(running))
@@ -355,6 +355,13 @@ class Engine:
                 raise ConfigError(f"prompt {i}: {len(prompt)} tokens and {max_new_tokens} new ones exceed the model's context of {config.context}")
             if min(prompt) < 0 or max(prompt) >= config.vocab_size:
                 raise ConfigError(f"prompt {i} has a token id outside 0..{config.vocab_size - 1}")
+
+
+def sampled(logits_BV: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """A token per row, drawn by one uniform number each from the summed probabilities (torch.multinomial draws one per entry of the vocabulary)."""
+    summed_BV = (logits_BV.double() / temperature).softmax(1).cumsum(1)
+    uniform_B1 = torch.rand(len(summed_BV), 1, generator=generator, dtype=torch.float64)
+    return torch.searchsorted(summed_BV, uniform_B1 * summed_BV[:, -1:], right=True)[:, 0].clamp_(max=logits_BV.shape[1] - 1)
 
 
 def fits(manifest: Manifest) -> bool:

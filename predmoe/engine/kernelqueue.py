@@ -182,9 +182,39 @@ def _timed(io, keys):
     return now(io) - began
 
 
-def timed(io: Io, keys: np.ndarray) -> float:
-    """See `_timed`. Raises OSError where a read failed."""
-    found = _timed(io, np.asarray(keys, np.int64))
+@compiled
+def _in_batches(io, keys, together, pause):
+    """Seconds in which `keys` are read, `together` at once, the next ones `pause` seconds after the last of those has come; without the pauses. Negative
+    where one was not read whole."""
+    total = 0.0
+    for first in range(0, len(keys), together):
+        for i in range(together):
+            io.unplaced[i] = keys[first + i]
+        io.at[UNPLACED] = together
+        began, done = now(io), 0
+        place(io)
+        while done < together:
+            got = ended(io, 0, False)
+            for i in range(max(got, 0)):
+                lane = whole(io, i)
+                if lane >= 0:
+                    io.free[io.at[FREE]] = io.buffer[lane]
+                    io.at[FREE] += 1
+                    done += 1
+            if io.at[ODD]:
+                return -1.0
+        at = now(io)
+        total += at - began
+        until = at + pause
+        while now(io) < until:
+            pass
+    return total
+
+
+def timed(io: Io, keys: np.ndarray, together: int = 0, pause: float = 0.0) -> float:
+    """Seconds to read blocks: one after another with as many under way as there are requests, or `together` at once. Raises OSError where a read failed."""
+    keys = np.asarray(keys, np.int64)
+    found = _in_batches(io, keys[: len(keys) // together * together], together, pause) if together else _timed(io, keys)
     if found < 0:
         raise OSError(errno.EIO, "a read of the measurement failed")
     return found

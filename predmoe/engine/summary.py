@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 class Clock:
     """Times of the passes, and of their parts in single-token passes, without the time in which the disk was waited for."""
 
-    def __init__(self, num_layers: int):
+    def __init__(self, num_layers: int, stalled: float = 0.0):
+        """`stalled`: seconds in which the disk had been waited for before."""
         self.attention, self.experts = np.zeros(num_layers), np.zeros(num_layers)   # seconds, single-token decode passes
         self.head, self.singles = 0.0, 0
         self.decode_ms: list[float] = []      # of each decode pass
         self.stall_ms: list[float] = []       # of each decode pass
         self.first_token_ms: list[float] = []
         self.tokens = self.decode_tokens = 0
-        self._stalled_before = 0.0
+        self._stalled_before = stalled
 
     def begin(self) -> None:
         self._begun = self._pass_began = time.perf_counter()

@@ -158,7 +158,8 @@ class Compute:
     """Times of the processor, in ms. Numbers, or one per MoE layer (a dense layer's time goes to the MoE layer after it).
 
     A layer takes `attention_ms` up to its router, then `shared_ms` (shared expert and all else) and `expert_ms` for each
-    distinct expert; a pass ends with `head_ms`. `extra_token`: what each further token of a pass costs, as a share of
+    distinct expert, and `fresh_ms` more for one that has been read since it was computed last (its weights are in none of the processor's caches); a
+    pass ends with `head_ms`. `extra_token`: what each further token of a pass costs, as a share of
     the first. `overlap`: experts are computed one by one as they arrive, not when the last has arrived.
     """
 
@@ -168,6 +169,7 @@ class Compute:
     head_ms: float = 0.0
     extra_token: float = 0.0
     overlap: bool = False
+    fresh_ms: float = 0.0
 
     def __post_init__(self):
         for name in ("attention_ms", "expert_ms", "shared_ms"):
@@ -176,6 +178,7 @@ class Compute:
                 at_least(name, float(entry), 0.0)
         at_least("head_ms", self.head_ms, 0.0)
         at_least("extra_token", self.extra_token, 0.0)
+        at_least("fresh_ms", self.fresh_ms, 0.0)
         _flag("overlap", self.overlap)
 
     def per_layer(self, name: str, num_layers: int) -> np.ndarray:
