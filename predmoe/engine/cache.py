@@ -132,7 +132,7 @@ class ExpertCache:
         """Queue the guesses that were written to `control` for this layer, or the oracle's."""
         with self._lock:
             self.control.foretold(s, layer)
-            self._settle()
+            self._begin_reads()
 
     def members(self) -> Iterator[tuple[int, int]]:
         """(key, buffer) of each expert of the current set, those in memory first, then as they arrive. A buffer may be used until the
@@ -300,11 +300,16 @@ class ExpertCache:
 
     def _settle(self) -> None:
         """After a step of the bookkeeping: buffers come back, reads begin."""
+        if not self.queued:
+            self._free += self.control.freed()
+        self._begin_reads()
+
+    def _begin_reads(self) -> None:
         if self.queued:
-            return self.control.placed()
-        self._free += self.control.freed()
-        self._unplaced.extend(self.control.started())
-        self._place()
+            self.control.placed()
+        else:
+            self._unplaced.extend(self.control.started())
+            self._place()
 
     def _place(self) -> None:
         while self._unplaced and self._free:

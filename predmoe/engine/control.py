@@ -101,11 +101,19 @@ def _collect(r, own):
 
 @step
 def _settle(t):
-    """Where reads go through the kernel's queue: buffers come back, reads that have started wait to be handed over by `place`."""
-    io, own, q = queue_of(t), own_of(t), _queue(t)
+    """Where reads go through the kernel's queue: buffers come back, and see `_line_up`."""
+    io, own = queue_of(t), own_of(t)
     if io.at[CONTEXT]:
         for i in range(own.out[FREED]):
             give(io, own.freed[i])
+    _line_up(t)
+
+
+@step
+def _line_up(t):
+    """There, too: reads that have started wait to be handed over by `place`."""
+    io, own, q = queue_of(t), own_of(t), _queue(t)
+    if io.at[CONTEXT]:
         for lane in range(own.out[FIRST_LANE], q.at[dq.ACTIVE]):
             io.unplaced[io.at[UNPLACED]] = q.key[lane]
             io.at[UNPLACED] += 1
@@ -143,9 +151,9 @@ def foretold(t, s, layer):
     r, q, routing, own = _residency(t), _queue(t), routing_of(t), own_of(t)
     p = _settings(t)
     events.foretell(q, r, p, routing, guesses_of(t), s, layer, own.seen, own.candidates)
-    own.out[FIRST_LANE], own.out[FREED] = q.at[dq.ACTIVE], 0
+    own.out[FIRST_LANE] = q.at[dq.ACTIVE]
     dq.start(q, r, p)
-    _settle(t)
+    _line_up(t)
 
 
 @compiled
