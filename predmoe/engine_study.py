@@ -156,7 +156,7 @@ def race(folders: Mapping[tuple[str, int], Path], futures: Mapping[tuple[str, in
     """Every cell goes on with every prompt; the cells take turns prompt by prompt, each time in another order, so that a disk's drift falls on all.
 
     A cell is a model, a source (`sources`: arm -> its sources) and a share of the experts that fit in the cache; it keeps its cache from prompt to
-    prompt. Columns: arm, seed, source, share, slots, prompt, mode, tokens (decoded), ms (of them), ttft_ms, p50_ms, p99_ms, stall_ms, accesses, hits,
+    prompt; `between` follows each cell's turn. Columns: arm, seed, source, share, slots, prompt, mode (of the reads), tokens (decoded), ms (of them), ttft_ms, p50_ms, p99_ms, stall_ms, accesses, hits,
     read_bytes (of all passes), decode_bytes, and the ledger's figures at the end of the prompt.
     """
     rows = []
@@ -190,7 +190,7 @@ def _one(engine: Engine, prompt: Sequence[int], g: Generation) -> dict:
     ledger = engine.experts.ledger()
     ledger.check()
     return {
-        "mode": engine.file.mode, "tokens": len(ms), "ms": float(ms.sum()), "ttft_ms": engine.clock.first_token_ms[-1], "p50_ms": float(np.percentile(ms, 50)),
+        "mode": f"{engine.file.mode}, by {engine.experts.reads_by}", "tokens": len(ms), "ms": float(ms.sum()), "ttft_ms": engine.clock.first_token_ms[-1], "p50_ms": float(np.percentile(ms, 50)),
         "p99_ms": float(np.percentile(ms, 99)), "stall_ms": float(np.sum(engine.clock.stall_ms[done:])), "accesses": int(counts[dq.ACCESSES]),
         "hits": int(counts[dq.RESIDENT]), "read_bytes": read(counts), "decode_bytes": read(counts) - read(prefilled[0] - before),
         **{name: getattr(ledger, name) for name in ("issued", "useful", "late", "wasted", "cancelled")},

@@ -195,15 +195,15 @@ class Engine:
 
     def _forward_one(self, sequence: Running) -> Tensor:
         """Logits (1, V) after one sequence's next token, by compiled code."""
-        tokens_N, keys, loop, net = torch.tensor(sequence.fed), sequence.keys, self._loop, self._loop.net
-        s, rows = self._open_pass(tokens_N, [sequence.number])
+        (token,), keys, loop, net = sequence.fed, sequence.keys, self._loop, self._loop.net
+        s, rows = self._open_pass(1, sequence.number)
         if self._attached is not keys:
             net = loop.net = net._replace(**keys.plain)
             self.experts.control.take(net=net)
             self._attached = keys
         if self._recorder:
-            self._recorder.open(tokens_N, [sequence.number], DECODE)
-        net.x[:] = self._resident.embedded(tokens_N)[0].numpy()
+            self._recorder.open(torch.tensor([token]), [sequence.number], DECODE)
+        net.x[:] = self._resident.row(token)
         net.times[:] = 0.0
         loop.begin(s, rows.start, keys.length)
         self.clock.opened()
@@ -255,7 +255,7 @@ class Engine:
         places = [(sequence.keys, len(tokens)) for sequence, tokens in zip(running, fed)]
         tokens_N = torch.tensor([token for tokens in fed for token in tokens])
         numbers = [sequence.number for sequence, tokens in zip(running, fed) for _ in tokens]
-        s, rows = self._open_pass(tokens_N, numbers)
+        s, rows = self._open_pass(len(tokens_N), numbers)
         if self._recorder:
             self._recorder.open(tokens_N, numbers, phase)
         x_ND = self._resident.embedded(tokens_N)
@@ -279,9 +279,9 @@ class Engine:
             keys.length += n
         return x_ND
 
-    def _open_pass(self, tokens_N: Tensor, numbers: list[int]) -> tuple[int, slice]:
-        """(pass, rows of its tokens) in the arrays of the cache's bookkeeping."""
-        routing, n = self.experts.control.routing, len(tokens_N)
+    def _open_pass(self, n: int, numbers: list[int] | int) -> tuple[int, slice]:
+        """(pass, rows of its n tokens) in the arrays of the cache's bookkeeping."""
+        routing = self.experts.control.routing
         if self._future is not None:
             s = self._pass
             self._pass += 1

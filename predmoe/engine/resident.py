@@ -37,6 +37,7 @@ class Resident:
         self._stacks["qk_norm"] = torch.stack([stacked(f"attention.{name}") for name in ("q_norm", "k_norm")], dim=1)
         self._attention_norm, self._moe_norm, self._router, self._qkv, self._out, self._qk_norm = (list(stack) for stack in self._stacks.values())
         self.routers = self._router   # the next layer's router is a predictor, too
+        self._plain_embed = self.embed.numpy() if self.embed.dtype == torch.float32 else None   # bf16 has no twin in numpy
         head_size = config.hidden_size // config.num_heads
         self._cos, self._sin = rotary(config.context, 1, head_size, config.rope_theta)
         self._nothing = torch.zeros(1, 1, 1)
@@ -47,6 +48,10 @@ class Resident:
         """The weights as `fused.Net` has them: views, each layer one row."""
         rows = {name: stack.flatten(1).numpy() for name, stack in self._stacks.items()}
         return rows | {"norm": self.norm[None].numpy(), "head": self.head.flatten()[None].numpy(), "cos": self._cos[:, 0].numpy(), "sin": self._sin[:, 0].numpy()}
+
+    def row(self, token: int) -> np.ndarray:
+        """`embedded` of one token (D,), without torch."""
+        return self._plain_embed[token] if self._plain_embed is not None else self.embed[token].float().numpy()
 
     def embedded(self, tokens_N: Tensor) -> Tensor:
         return self.embed[tokens_N].float()
