@@ -76,8 +76,8 @@ def made(shape: dict, folder: Path, dtype: str = "float32") -> tuple[Path, Path]
     return checkpoint, folder / "out"
 
 
-def prompts_of(shape: dict, count: int, tokens: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(0, shape["vocab_size"], (count, tokens)).tolist()
+def prompts_of(shape: dict, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(0, shape["vocab_size"], (count, tokens)).tolist()
 
 
 def run_peers(options, folder: Path) -> tuple[dict, list[dict]]:
@@ -125,15 +125,15 @@ def run_bound(options, folder: Path) -> tuple[dict, list[dict]]:
     shape = SIZES[options.size]
     _, out = made(shape, folder)
     prompts, g = prompts_of(shape, options.prompts, 8), engine_study.Generation(new_tokens=options.tokens, horizon=1, budget=0, lanes=4)
-    disk, _ = measure_disk(out, lanes=g.lanes, reads=options.reads)
     key, sources = ("random", 0), {"random": ["demand", "next_router", "oracle"]}
     futures = {key: engine_study.record(out, prompts, g, sources=sources["random"], source_text="random prompts")}
-    table = engine_study.cells(engine_study.race({key: out}, futures, prompts, g, sources=sources, shares=[0.125, 0.25, 0.5]))
-    times = engine_study.computes({key: out}, prompts, g, sources=sources)
-    found = engine_study.predicted(table, futures, disk, times, g)
+    gauge = engine_study.Gauge(out, prompts_of(shape, options.prompts, 8, seed=1), g, sources=sources["random"], reads=options.reads // options.prompts)
+    rows = engine_study.race({key: out}, futures, prompts, g, sources=sources, shares=[0.125, 0.25, 0.5], between=gauge.turn)
+    machine = gauge.machine()
+    found = engine_study.predicted(engine_study.cells(rows), futures, machine, g)
     rows = [{f"against the bound, {options.size}": f"{line.source}, {line.share:.1%} of the experts", "tok/s": f"{line.tok_s:,.1f}", "computing alone": f"{line.compute_ms:.2f} ms",
              "bound": f"{line.bound_ms:.2f} ms", "time over bound": f"{line.over_bound:.2f}", "simulated tok/s": f"{line.error_tok_s:+.1%}"} for line in found.itertuples()]  # fmt: skip
-    return {"cells": found.to_dict("records"), "disk": {"latency_ms": disk.latency_ms, "gb_per_s": disk.table}}, rows
+    return {"cells": found.to_dict("records"), "disk": {"latency_ms": machine.disk.latency_ms, "gb_per_s": machine.disk.table}}, rows
 
 
 def run_large(options, folder: Path) -> tuple[dict, list[dict]]:
@@ -147,12 +147,12 @@ def run_large(options, folder: Path) -> tuple[dict, list[dict]]:
         engine.experts.quiet()
         summary = engine.summary()
         print(summary)
-    disk, _ = measure_disk(folder / "out", lanes=4, reads=min(options.reads, 100))
+    _, curve = measure_disk(folder / "out", lanes=4, reads=min(options.reads, 100))
     decode_ms = 1000 / summary.tokens_per_s
-    reading = summary.read_bytes / summary.tokens / max(disk.table) / 1e6
+    reading = summary.read_bytes / summary.tokens / curve.gb_per_s.max() / 1e6
     rows = [{"OLMoE-1B-7B's shape, random weights, bf16": f"{summary.tokens_per_s:.2f} tok/s", "read per token": f"{summary.read_bytes / summary.tokens / 1e9:.2f} GB",
              "time over bytes / bandwidth": f"{decode_ms / reading:.2f}", "hit rate": f"{summary.hit_rate:.1%}", "peak memory": f"{summary.peak_resident_bytes / 1e9:.2f} GB"}]  # fmt: skip
-    return {"tok_s": summary.tokens_per_s, "read_bytes": summary.read_bytes, "peak": summary.peak_resident_bytes, "disk": disk.table}, rows
+    return {"tok_s": summary.tokens_per_s, "read_bytes": summary.read_bytes, "peak": summary.peak_resident_bytes, "disk": curve.to_dict("records")}, rows
 
 
 def run_soak(options, folder: Path) -> tuple[dict, list[dict]]:

@@ -5,8 +5,9 @@ says of the same cells. Tables are tidy, one row per cell and prompt."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from . import paths, runs, stats
 from .config import PosthocConfig, RunConfig
 from .data import prepare
 from .engine import Engine, export, stored_model
-from .engine.machine import measure_compute
+from .engine.machine import ComputeGauge, DiskGauge, ReadingGauge
 from .evaluation import evaluate
 from .checkpoint import load_checkpoint
 from .model import MoEModel
@@ -84,6 +85,12 @@ def held_out_prompts(config: RunConfig, *, per_domain: int, tokens: int) -> tupl
     return windows.tolist(), domains
 
 
+def calibration_prompts(config: RunConfig, *, count: int, tokens: int) -> list[list[int]]:
+    """Tokens that are no prompt of the race: the beginnings of windows spread over the dev set."""
+    windows = prepare(config.data).dev(config.model.context).tokens
+    return windows[np.linspace(0, len(windows) - 1, min(count, len(windows))).astype(int), :tokens].tolist()
+
+
 def rounding(config: RunConfig, profile: str, dtypes: Sequence[str]) -> pd.DataFrame:
     """Held-out loss of a finished run's model as it was trained and as each dtype stores it: dtype, val_loss, change (share of the first)."""
     text = prepare(config.data)
@@ -146,11 +153,11 @@ def record(folder: Path, prompts: Sequence[Sequence[int]], g: Generation, *, sou
 
 
 def race(folders: Mapping[tuple[str, int], Path], futures: Mapping[tuple[str, int], Trace], prompts: Sequence[Sequence[int]], g: Generation, *,
-         sources: Mapping[str, Sequence[str]], shares: Sequence[float]) -> pd.DataFrame:  # fmt: skip
+         sources: Mapping[str, Sequence[str]], shares: Sequence[float], between: Callable[[], None] = lambda: None) -> pd.DataFrame:  # fmt: skip
     """Every cell goes on with every prompt; the cells take turns prompt by prompt, each time in another order, so that a disk's drift falls on all.
 
     A cell is a model, a source (`sources`: arm -> its sources) and a share of the experts that fit in the cache; it keeps its cache from prompt to
-    prompt. Columns: arm, seed, source, share, slots, prompt, mode, tokens (decoded), ms (of them), ttft_ms, p50_ms, p99_ms, stall_ms, accesses, hits,
+    prompt; `between` follows each cell's turn. Columns: arm, seed, source, share, slots, prompt, mode (of the reads), tokens (decoded), ms (of them), ttft_ms, p50_ms, p99_ms, stall_ms, accesses, hits,
     read_bytes (of all passes), decode_bytes, and the ledger's figures at the end of the prompt.
     """
     rows = []
@@ -169,6 +176,7 @@ def race(folders: Mapping[tuple[str, int], Path], futures: Mapping[tuple[str, in
             for index in order:
                 cell, engine = list(cells.items())[index]
                 rows.append(dict(zip(("arm", "seed", "source", "share", "slots"), cell)) | {"prompt": number} | _one(engine, prompt, g))
+                between()
     return pd.DataFrame(rows).sort_values(["arm", "seed", "share", "source", "prompt"], ignore_index=True)
 
 
@@ -183,7 +191,7 @@ def _one(engine: Engine, prompt: Sequence[int], g: Generation) -> dict:
     ledger = engine.experts.ledger()
     ledger.check()
     return {
-        "mode": engine.file.mode, "tokens": len(ms), "ms": float(ms.sum()), "ttft_ms": engine.clock.first_token_ms[-1], "p50_ms": float(np.percentile(ms, 50)),
+        "mode": f"{engine.file.mode}, by {engine.experts.reads_by}", "tokens": len(ms), "ms": float(ms.sum()), "ttft_ms": engine.clock.first_token_ms[-1], "p50_ms": float(np.percentile(ms, 50)),
         "p99_ms": float(np.percentile(ms, 99)), "stall_ms": float(np.sum(engine.clock.stall_ms[done:])), "accesses": int(counts[dq.ACCESSES]),
         "hits": int(counts[dq.RESIDENT]), "read_bytes": read(counts), "decode_bytes": read(counts) - read(prefilled[0] - before),
         **{name: getattr(ledger, name) for name in ("issued", "useful", "late", "wasted", "cancelled")},
@@ -207,28 +215,62 @@ def cells(rows: pd.DataFrame) -> pd.DataFrame:
 
 # --- the simulator beside it ---------------------------------------------------------------------------------------------------
 
-def computes(folders: Mapping[tuple[str, int], Path], prompts: Sequence[Sequence[int]], g: Generation, *, sources: Mapping[str, Sequence[str]]) -> dict[tuple, tuple[Compute, float]]:
-    """(arm, seed, source) -> the processor's times and ms per token with every expert in memory; the oracle's predictor costs nothing."""
-    found = {}
-    for (arm, seed), folder in folders.items():
-        for source in sources[arm]:
-            ahead = None if source == ORACLE else g.prefetch(source)
-            found[arm, seed, source] = measure_compute(folder, prompts, prefetch=ahead, **g.how)
-    return found
+class Gauge:
+    """The machine, measured in turns with the race: the disk, the processor with each of `sources`, and what reads cost it, with a cache of one top-k set.
+
+    All on one export, since models of one shape take the same time. `prompts`: others than those whose times are to be foretold. `reads`: of the disk in a
+    turn, at each number of reads under way.
+    """
+
+    def __init__(self, folder: Path, prompts: Sequence[Sequence[int]], g: Generation, *, sources: Iterable[str], reads: int):
+        self._disk, self._reading = DiskGauge(folder, lanes=g.lanes), ReadingGauge(folder, prompts, lanes=g.lanes, **g.how)
+        asked = {source: None if source == ORACLE else g.prefetch(source) for source in (DEMAND, *sources)}   # the oracle's predictor costs nothing
+        self._computes = {ahead: ComputeGauge(folder, prompts, prefetch=ahead, **g.how) for ahead in dict.fromkeys(asked.values())}
+        self._asked = asked
+        self._disk.turn(1)   # compiles
+        self._disk.reset()
+        self._parts = itertools.cycle([lambda: self._disk.turn(reads), self._reading.turn, *(gauge.turn for gauge in self._computes.values())])
+        for _ in range(2 + len(self._computes)):   # each at least once
+            self.turn()
+
+    def turn(self) -> None:
+        """One of the measurements, each time the next."""
+        next(self._parts)()
+
+    def machine(self) -> Machine:
+        """What has been measured. Ends the gauge."""
+        for gauge in (self._disk, self._reading, *self._computes.values()):
+            gauge.close()
+        found = {source: self._computes[ahead].compute() for source, ahead in self._asked.items()}
+        issue, fresh = self._reading.costs(found[DEMAND][1])
+        times = {source: (dataclasses.replace(compute, fresh_ms=fresh), ms) for source, (compute, ms) in found.items()}
+        table = self._disk.table()
+        return Machine(disk=dataclasses.replace(self._disk.disk(), issue_ms=issue), times=times, table=table, gb_per_s=float(table.gb_per_s.max()))
 
 
-def predicted(table: pd.DataFrame, futures: Mapping[tuple[str, int], Trace], disk: Disk, times: Mapping[tuple, tuple[Compute, float]], g: Generation) -> pd.DataFrame:
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the simulator is told. `times`: source -> the processor's times and ms per token with every expert in memory; `table`: the disk's
+    measurements; `gb_per_s`: the best rate at which it gives whole experts."""
+
+    disk: Disk
+    times: dict[str, tuple[Compute, float]]
+    table: pd.DataFrame
+    gb_per_s: float
+
+
+def predicted(table: pd.DataFrame, futures: Mapping[tuple[str, int], Trace], machine: Machine, g: Generation) -> pd.DataFrame:
     """`cells` with the simulator's figure for each cell beside the measured one (`sim_`), relative errors (`error_`), and the bound.
 
-    bound_ms: the larger of computing alone and the bytes that decoding read at the disk's best bandwidth; over_bound: measured time over it.
+    bound_ms: the larger of computing alone and the bytes that decoding read at the best rate at which the disk gives whole experts; over_bound: measured time over it.
     """
     rows = []
     for row in table.to_dict("records"):
         key = row["arm"], row["seed"]
-        compute, alone = times[(*key, row["source"])]
-        outcome = replay(futures[key], Cache(slots=int(row["slots"])), disk, compute=compute, prefetch=g.prefetch(row["source"]))
+        compute, alone = machine.times[row["source"]]
+        outcome = replay(futures[key], Cache(slots=int(row["slots"])), machine.disk, compute=compute, prefetch=g.prefetch(row["source"]))
         resident = outcome.hits["resident"]
-        bound = max(alone, row["decode_bytes"] / row["tokens"] / max(disk.table) / 1e6)
+        bound = max(alone, row["decode_bytes"] / row["tokens"] / machine.gb_per_s / 1e6)
         rows.append(row | {
             "sim_tok_s": outcome.tokens_per_s, "sim_read_bytes": outcome.read_bytes, "sim_hits": resident, "sim_stall_ms": outcome.stall_ms / row["tokens"],
             "error_tok_s": outcome.tokens_per_s / row["tok_s"] - 1, "error_bytes": _share(outcome.read_bytes, row["read_bytes"]), "error_hits": _share(resident, row["hits"]),

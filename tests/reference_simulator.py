@@ -216,12 +216,14 @@ class Reference:
                 self.work("attention", attention[layer] * extra, layer)
                 self.layer = layer
                 members, pairs = self.sets[s][layer]
-                waiting = self.ask(layer, members)
+                early = c.fresh_ms * sum(self.resident((layer, e)) and (layer, e) in self.guessed for e in members)
+                waiting, begun = self.ask(layer, members), self.reads
                 if self.prefetch:
                     self.foretell(layer, attention, expert, shared)
                 self.begin()
                 work = expert[layer] * (len(members) + c.extra_token * (pairs - len(members)))
-                asked = free = self.now
+                asked, issue, late = self.now, self.disk.issue_ms * (self.reads > begun), c.fresh_ms * len(waiting)
+                free = asked + issue + early
                 if c.overlap and members:
                     each = work / len(members)
                     free += each * (len(members) - len(waiting))
@@ -235,16 +237,16 @@ class Reference:
                         self.note("stall", free, self.now, layer)
                         stall += max(self.now - free, 0.0)
                         free = max(free, self.now)
-                        self.note("experts", free, free + each, layer)
-                        free += each
+                        self.note("experts", free, free + each + c.fresh_ms, layer)
+                        free += each + c.fresh_ms
                 if c.overlap and members:
                     self.note("experts", free, free + shared[layer] * extra, layer)
                     while self.advance(free + shared[layer] * extra) is not None:
                         pass
                 else:
-                    stall += self.now - asked
-                    self.note("stall", asked, self.now, layer)
-                    self.work("experts", work + shared[layer] * extra, layer)
+                    stall += max(self.now - asked - issue, 0.0)
+                    self.note("stall", asked + issue, self.now, layer)
+                    self.work("experts", max(asked + issue - self.now, 0.0) + work + shared[layer] * extra + late + early, layer)
             self.work("head", c.head_ms * extra, self.layers - 1)
             spans.append((began, self.now, stall))
         left = [key for key, counted in self.guessed.items() if counted]

@@ -7,7 +7,7 @@ from engine_models import house
 
 from predmoe import engine_study, plots_engine
 from predmoe.engine.machine import measure_compute, measure_disk
-from predmoe.engine_study import DEMAND, Generation
+from predmoe.engine_study import DEMAND, Gauge, Generation, Machine
 from predmoe.simulator import Cache, Compute, Disk, Prefetch, replay
 
 G = Generation(new_tokens=10, horizon=1, budget=1, lanes=2, temperature=1.0, seed=3)
@@ -34,8 +34,8 @@ def test_every_cell_goes_on_with_every_prompt(raced):
 def test_without_prefetch_every_count_is_the_simulators(raced):
     _, futures, rows = raced
     table = engine_study.cells(rows)
-    times = {(*KEY, source): (Compute(), 0.5) for source in SOURCES["baseline"]}
-    beside = engine_study.predicted(table, futures, Disk(gb_per_s=(1.0, 2.0), lanes=2), times, G)
+    times = {source: (Compute(), 0.5) for source in SOURCES["baseline"]}
+    beside = engine_study.predicted(table, futures, Machine(disk=Disk(gb_per_s=(1.0, 2.0), lanes=2), times=times, table=pd.DataFrame(), gb_per_s=2.0), G)
     demand = beside[beside.source == DEMAND]
     assert len(demand) == 2 and (demand.sim_hits == demand.hits).all() and (demand.sim_read_bytes == demand.read_bytes).all()
     assert (demand.error_bytes == 0).all() and (beside.error_tok_s == beside.sim_tok_s / beside.tok_s - 1).all()
@@ -86,9 +86,35 @@ def test_the_machine_is_measured():
     h = house()
     disk, table = measure_disk(h.folder, lanes=2, reads=20, rounds=2)
     assert disk.lanes == 2 and len(disk.table) == 2 and min(disk.table) > 0 and 0 < disk.latency_ms < table.ms[1:].min()
-    assert table.depth.tolist() == [1, 1, 2] and (table.bytes[1:] == 12288).all()
-    for row, speed in zip(table[1:].itertuples(), disk.table):   # a block's read takes in the simulator what it took
+    assert table.depth.tolist() == [1, 1, 2] and (table.bytes[1:] == 12288).all() and (table.gb_per_s > 0).all()
+    for row, speed in zip(table[1:].itertuples(), disk.table):   # blocks that are handed over together take in the simulator what they took
         assert disk.latency_ms + row.depth * 12288 / speed / 1e6 == pytest.approx(row.ms)
     compute, ms = measure_compute(h.folder, h.prompts[:2], max_new_tokens=8, prefetch=Prefetch(source="ranking"))
     parts = np.sum(compute.attention_ms) + 2 * np.sum(compute.expert_ms) + compute.head_ms
-    assert 0.7 * ms < parts < 1.1 * ms and compute.overlap and compute.extra_token >= 0
+    assert parts == pytest.approx(ms) and min(compute.expert_ms) > 0 and compute.overlap and compute.extra_token >= 0
+
+
+def test_a_gauge_takes_turns_and_tells_the_simulator_what_reads_cost(raced):
+    h = house()
+    calls = []
+    gauge = Gauge(h.folder, h.prompts[4:6], G, sources=["ranking", "oracle"], reads=4)
+
+    def between():
+        calls.append(1)
+        gauge.turn()
+
+    engine_study.race({KEY: h.folder}, raced[1], h.prompts[:2], G, sources={"baseline": ["demand", "oracle"]}, shares=SHARES, between=between)
+    assert len(calls) == 2 * 2 * 2, "once after each cell's prompt"
+    machine = gauge.machine()
+    assert set(machine.times) == {"demand", "ranking", "oracle"} and machine.times["oracle"] == machine.times["demand"] != machine.times["ranking"]
+    assert all(compute.fresh_ms == machine.times["demand"][0].fresh_ms >= 0 for compute, _ in machine.times.values())
+    assert machine.gb_per_s == machine.table.gb_per_s.max() and machine.disk.lanes == G.lanes and machine.disk.issue_ms >= 0
+
+
+def test_calibration_prompts_are_none_of_the_race(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    windows = np.arange(60).reshape(10, 6)
+    monkeypatch.setattr(engine_study, "prepare", lambda data: SimpleNamespace(dev=lambda context: SimpleNamespace(tokens=windows)))
+    config = SimpleNamespace(data=None, model=SimpleNamespace(context=5))
+    assert engine_study.calibration_prompts(config, count=3, tokens=2) == [[0, 1], [24, 25], [54, 55]]

@@ -46,7 +46,7 @@ def random_trace(rng, *, layers, experts, k, passes, prefill=True, batch=1, gues
 
 def scenario(seed):
     """A trace and settings drawn over all options."""
-    rng = random.Random(seed)
+    rng, extras = random.Random(seed), random.Random(f"{seed} extras")
     layers, experts = rng.randint(2, 4), rng.randint(3, 7)
     k = rng.randint(1, min(3, experts - 1))
     trace = random_trace(rng, layers=layers, experts=experts, k=k, passes=rng.randint(3, 9), prefill=rng.random() < 0.5, batch=rng.choice([1, 1, 3]),
@@ -59,9 +59,9 @@ def scenario(seed):
     cache = Cache(**room, policy=policy, scope=scope, pinned=pinned, streaming=True)
     lanes = rng.choice([1, 1, 2, 4])
     table = rng.choice([1.0, 5.0, (2.0, 3.0, 3.5), math.inf])
-    disk = Disk(latency_ms=rng.choice([0.0, 0.1, 1.0]), gb_per_s=table, lanes=lanes, noise=rng.choice([0.0, 0.3]), seed=seed)
+    disk = Disk(latency_ms=rng.choice([0.0, 0.1, 1.0]), gb_per_s=table, lanes=lanes, noise=rng.choice([0.0, 0.3]), seed=seed, issue_ms=extras.choice([0.0, 0.3]))
     compute = Compute(attention_ms=rng.choice([0.0, 0.7, tuple(rng.random() for _ in range(layers))]), expert_ms=rng.choice([0.1, 0.9]),
-                      shared_ms=rng.choice([0.0, 0.2]), head_ms=rng.choice([0.0, 0.5]), extra_token=rng.choice([0.0, 0.3]), overlap=rng.random() < 0.4)  # fmt: skip
+                      shared_ms=rng.choice([0.0, 0.2]), head_ms=rng.choice([0.0, 0.5]), extra_token=rng.choice([0.0, 0.3]), overlap=rng.random() < 0.4, fresh_ms=extras.choice([0.0, 0.4]))  # fmt: skip
     prefetch = None
     if rng.random() < 0.85:
         cross = rng.random() < 0.5
@@ -162,6 +162,20 @@ def test_experts_computed_as_they_arrive_by_hand():
     meta = traces.Meta(model="hand", num_experts=4, top_k=2, layers=[0], expert_bytes=[MB])
     outcome = replay(traces.build(meta, [[[0, 1]]]), Cache(slots=2), Disk(latency_ms=0.5, gb_per_s=1.0), compute=Compute(attention_ms=1.0, expert_ms=1.0, overlap=True))
     assert outcome.stall_S.tolist() == [2.0] and outcome.end_S.tolist() == [5.0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_handing_over_and_cold_weights_cost_the_processor_by_hand(overlap):
+    """A read of 1.5 ms; 0.25 ms to hand it over, in which a resident expert waits; an expert that has just been read takes 0.5 ms longer."""
+    meta = traces.Meta(model="hand", num_experts=4, top_k=2, layers=[0], expert_bytes=[MB])
+    trace = traces.build(meta, [[[0, 1]], [[0, 2]], [[0, 2]]])
+    disk, compute = Disk(latency_ms=0.5, gb_per_s=1.0, lanes=2, issue_ms=0.25), Compute(attention_ms=1.0, expert_ms=1.0, overlap=overlap, fresh_ms=0.5)
+    outcome = replay(trace, Cache(slots=2), disk, compute=compute)
+    # two reads at once take 0.5 + 2; both fresh. Then the hit is computed at 1.25..2.25, the read is there at 2.5. Then nothing is read
+    assert outcome.token_ms.tolist() == pytest.approx([1 + 2.5 + 3.0, 1 + 1.5 + (1.5 if overlap else 2.5), 1 + 2.0])
+    assert outcome.stall_S.tolist() == pytest.approx([2.25, 0.25 if overlap else 1.25, 0.0])
+    plain = replay(trace, Cache(slots=2), Disk(latency_ms=0.5, gb_per_s=1.0, lanes=2), compute=Compute(attention_ms=1.0, expert_ms=1.0, overlap=overlap))
+    assert outcome.read_bytes == plain.read_bytes and plain.token_ms.sum() < outcome.token_ms.sum()
 
 
 def two_layers(*rows, guess=None):

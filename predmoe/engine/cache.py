@@ -1,8 +1,11 @@
-"""The experts in memory: a fixed number of buffers, threads that read into them, and the simulator's bookkeeping between the two.
+"""The experts in memory: a fixed number of buffers, reads into them, and the simulator's bookkeeping between the two.
+
+Direct reads go through the kernel's own queue (`kernelqueue`): the decoder hands them over and takes note of those that have ended. Where that cannot
+be had (reads through the page cache, which it would wait for; a system without it), threads read, and `reads_by` says why.
 
 A top-k set is one event, as in the simulator: what is resident is used, the rest is demanded, room is made. A set that is larger than
 the cache is read, computed and dropped expert by expert. Every read takes a buffer of its own until its place is decided, so the buffers
-are as many as the cache has slots, and one per thread.
+are as many as the cache has slots, and one per read at a time.
 """
 # L layers, E experts, N tokens of a pass, K chosen
 
@@ -22,8 +25,9 @@ from ..simulator import Cache, Ledger, Prefetch, SimulationError
 from ..simulator import diskqueue as dq
 from ..simulator import events
 from . import control as ctl
+from . import kernelqueue
 from .layout import Manifest
-from .storage import BlockFile, Buffers, EngineError, ReadError
+from .storage import DIRECT, BlockFile, Buffers, EngineError, ReadError
 
 VERIFY = ("first", "always", "never")   # when a block's checksum is computed
 
@@ -62,7 +66,7 @@ class ExpertCache:
         self._check = np.full(len(self._crc), verify != "never")
         self._check_again = verify == "always"
         self.buffers = Buffers(slots_of(cache, manifest) + lanes, file.room(self._size, manifest.alignment), max(4096, file.alignment.memory))
-        self._free = list(range(self.buffers.count))
+        self._free = list(range(self.buffers.count))   # of the threads' reads; the kernel queue has its own list
         self._unplaced: deque[int] = deque()   # started reads that wait for a buffer
         self._flight: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -70,25 +74,52 @@ class ExpertCache:
         self._arrived: SimpleQueue = SimpleQueue()
         self._set = 0                          # number of the current set: what arrives for one that was given up is ignored
         self._unfinished = False               # not all of the current set has been handed over
-        self.stalled = 0.0                     # seconds in which the decoder waited for the disk
-        self._threads = [threading.Thread(target=self._work, name=f"reader {i}", daemon=True) for i in range(lanes)]
-        for thread in self._threads:
-            thread.start()
+        self._stalled = 0.0
         self._counted = np.zeros(9, np.int64)
         self.preloaded_bytes = 0
-        try:
-            self._preload()
-        except BaseException:
-            self.close()
-            raise
+        self._preload()
+        why = self._open_queue(lanes, manifest)
+        self.queued = not why   # whether reads go through the kernel's queue
+        self.reads_by = "kernel queue" if self.queued else f"threads ({why})"
+        self._threads = [] if self.queued else [threading.Thread(target=self._work, name=f"reader {i}", daemon=True) for i in range(lanes)]
+        for thread in self._threads:
+            thread.start()
+
+    def _open_queue(self, lanes: int, manifest: Manifest) -> str:
+        """Ask for the kernel's queue; why there is none, or ''."""
+        if self._file.mode != DIRECT:
+            return "reads are not direct"
+        if not self._file.plain:
+            return "reads are not the system's own"
+        if manifest.alignment % self._file.alignment.offset:
+            return f"blocks are aligned to {manifest.alignment} bytes, this file's reads to {self._file.alignment.offset}"
+        io = kernelqueue.create(lanes, offsets=np.array(self._offset, np.int64), check=self._check, size=self._size, counted=self._file.counted,
+                                addresses=kernelqueue.addresses_of(self.buffers.whole))  # fmt: skip
+        io.free[: len(self._free)], io.at[kernelqueue.FREE] = self._free, len(self._free)
+        if why := kernelqueue.open_context(io, self._file.descriptor, self._patience):
+            return f"the kernel gives no queue: {why}"
+        self.control.take(io=io)
+        return ""
+
+    @property
+    def stalled(self) -> float:
+        """Seconds in which the decoder waited for the disk."""
+        return self._stalled + float(self.control.io.seconds[kernelqueue.WAITED])
 
     # --- the decoder's side -------------------------------------------------------------------------------------------------
 
-    def ask(self, s: int, layer: int) -> None:
-        """The router of `layer` has chosen in pass `s` (`control.routing` has it): demand what is missing and make room."""
+    def begin(self) -> None:
+        """A set, or in `loop` those of a whole token, will be asked for and handed over; `finished` ends it."""
         if self._unfinished:   # a set was given up: what its reads bring counts as resident, so they have to be over
             self.quiet()
         self._unfinished = True
+
+    def finished(self) -> None:
+        self._unfinished = False
+
+    def ask(self, s: int, layer: int) -> None:
+        """The router of `layer` has chosen in pass `s` (`control.routing` has it): demand what is missing and make room."""
+        self.begin()
         with self._lock:
             self.control.asked(s, layer)
             own = self.control.own
@@ -101,11 +132,14 @@ class ExpertCache:
         """Queue the guesses that were written to `control` for this layer, or the oracle's."""
         with self._lock:
             self.control.foretold(s, layer)
-            self._dispatch(self.control.started())
+            self._begin_reads()
 
     def members(self) -> Iterator[tuple[int, int]]:
         """(key, buffer) of each expert of the current set, those in memory first, then as they arrive. A buffer may be used until the
         next one is taken. Raises ReadError where one cannot be had: the set is given up, the cache is as it was without it."""
+        if self.queued:
+            yield from self._queued_members()
+            return
         holder = self.control.own.holder
         with self._lock:   # a demand may have arrived already; it is also announced
             ready = [(key, int(holder[key])) for key in self._members if holder[key] >= 0]
@@ -124,7 +158,53 @@ class ExpertCache:
                 self._used(key)
         if len(taken) != len(self._members):
             raise EngineError(f"{len(taken)} experts of {len(self._members)} were handed over: the cache's bookkeeping is wrong")
-        self._unfinished = False
+        self.finished()
+
+    def _queued_members(self) -> Iterator[tuple[int, int]]:
+        holder, left = self.control.own.holder, list(self._members)
+        while left:
+            ready = [key for key in left if holder[key] >= 0]
+            if not ready:
+                self.see_to(self.control.waited())
+            for key in ready:
+                yield key, int(holder[key])
+                self.control.used(key)
+                self.see_to(self.control.arrived())
+            left = [key for key in left if key not in ready]
+        self.finished()
+
+    def see_to(self, code: int) -> None:
+        """What the kernel queue's compiled code came back for. Raises ReadError where an expert of the current set cannot be had."""
+        if code == ctl.LOOK:
+            fault = self._look()
+            if fault is not None:
+                raise fault
+        elif code == ctl.LATE:
+            self._late()
+
+    def _look(self) -> Exception | None:
+        """Check the blocks that are to be checked, read again what was not read whole; returns the fault of one that is awaited."""
+        io, told = self.control.io, None
+        rows = io.odd[: io.at[kernelqueue.ODD]].tolist()
+        io.at[kernelqueue.ODD] = 0
+        for key, buffer, result in rows:
+            try:
+                if result == self._size:
+                    self._verify(key, self.buffers.array(buffer))
+                else:
+                    self._read(key, buffer)
+                fault = None
+            except BaseException as error:   # among them a keyboard's interrupt: the books are kept first
+                fault = error if isinstance(error, EngineError) or not isinstance(error, Exception) else ReadError(f"reading {self._named(key)} failed: {type(error).__name__}: {error}")
+            if fault is None:
+                self.control.ended(key, buffer)
+            else:
+                awaited = self.control.failed(key)
+                self.control.give(buffer)
+                if awaited or not isinstance(fault, Exception):
+                    told = told or fault
+        self.control.placed()
+        return told
 
     def empty(self) -> None:
         """Forget all but the pinned experts, and the queued guesses."""
@@ -153,20 +233,30 @@ class ExpertCache:
             self._abandon()
         began = time.monotonic()
         at = self.control.q.at
+        while self.queued and at[dq.ACTIVE]:
+            code = self.control.waited()
+            if code == ctl.LOOK:
+                self._look()   # of sets that were given up, or guesses: nobody waits
+            elif code == ctl.LATE:
+                raise EngineError(f"the disk gave no answer for {self._patience:g} s")
         while at[dq.ACTIVE]:
             if time.monotonic() - began > self._patience:
                 raise EngineError(f"the disk gave no answer for {self._patience:g} s")
             time.sleep(2e-4)
-        self._unfinished = False
+        self.finished()
 
     def leaked(self) -> int:
         """Buffers that are neither free, nor hold a resident expert, nor are being read into; 0 between passes unless something is wrong."""
         with self._lock:
             held = int((self.control.own.holder >= 0).sum())
+            if self.queued:
+                io = self.control.io
+                return self.buffers.count - held - int(io.at[kernelqueue.FREE] + len(io.idle) - io.at[kernelqueue.IDLE] + io.at[kernelqueue.ODD])
             return self.buffers.count - len(self._free) - held - len(self._flight)
 
     def close(self) -> bool:
-        """End the threads; returns whether all have ended: a read that hangs is left to the process's end."""
+        """End the threads, or the kernel's queue; returns whether all have ended: a thread's read that hangs is left to the process's end."""
+        kernelqueue.close_context(self.control.io)
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -179,12 +269,16 @@ class ExpertCache:
             try:
                 number, *arrival = self._arrived.get(timeout=self._patience)
             except Empty:
-                missing = [key for key in self._members if self.control.own.holder[key] < 0]
-                self._abandon()
-                raise EngineError(f"the disk gave no answer for {self._patience:g} s; {self._named(missing[0]) if missing else 'a read'} is still awaited") from None
+                self._late()
             if number == self._set:
-                self.stalled += time.perf_counter() - began
+                self._stalled += time.perf_counter() - began
                 return tuple(arrival)
+
+    def _late(self) -> None:
+        own = self.control.own
+        missing = [key for key in own.members[: own.out[ctl.COUNT]].tolist() if own.holder[key] < 0]
+        self._abandon()
+        raise EngineError(f"the disk gave no answer for {self._patience:g} s; {self._named(missing[0]) if missing else 'a read'} is still awaited") from None
 
     def _used(self, key: int) -> None:
         """A member has been computed: where it has no place in the cache, its buffer is free."""
@@ -206,12 +300,16 @@ class ExpertCache:
 
     def _settle(self) -> None:
         """After a step of the bookkeeping: buffers come back, reads begin."""
-        self._free += self.control.freed()
-        self._dispatch(self.control.started())
+        if not self.queued:
+            self._free += self.control.freed()
+        self._begin_reads()
 
-    def _dispatch(self, keys: list[int]) -> None:
-        self._unplaced.extend(keys)
-        self._place()
+    def _begin_reads(self) -> None:
+        if self.queued:
+            self.control.placed()
+        else:
+            self._unplaced.extend(self.control.started())
+            self._place()
 
     def _place(self) -> None:
         while self._unplaced and self._free:
@@ -248,6 +346,9 @@ class ExpertCache:
             raise ReadError(f"{self._named(key)}: {error}") from None
         if found.ctypes.data != array.ctypes.data:   # the file wants a coarser alignment than the block has
             array[: self._size] = found
+        self._verify(key, array)
+
+    def _verify(self, key: int, array: np.ndarray) -> None:
         if self._check[key]:
             if zlib.crc32(array[: self._size]) != self._crc[key]:
                 raise ReadError(f"{self._named(key)}: its bytes are not those that were exported (checksum); export the checkpoint again")

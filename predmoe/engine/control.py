@@ -13,20 +13,18 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from numba import from_dtype, types
-from numba.core import cgutils
-from numba.extending import intrinsic
-from numba.np.arrayobj import make_array, populate_array
 
-from ..simulator import Cache, Ledger, Prefetch
+from ..simulator import Cache, Prefetch
 from ..simulator import diskqueue as dq
 from ..simulator import events
 from ..simulator import residency as res
 from ..simulator.config import GUARDS, POLICIES
-from ..simulator.jit import compiled
+from ..simulator.outcome import Ledger
 from ..simulator.replay import ledger_of
+from . import fused, kernelqueue
+from .kernelqueue import CONTEXT, FREE, ODD, SPIN, UNPLACED, WAITED
+from .table import compiled, readers, step, table_of
 
-_WIDTH = 5                       # entries of the table per field: an array's address and its shape, or a number
 EVENT, LAYER = range(2)          # now: the set in use
 COUNT, WAITING, FREED, FIRST_LANE, OUTSIDE, AWAITED = range(6)   # out
 NO_EVENT = np.iinfo(np.int64).min   # marks nobody
@@ -54,6 +52,8 @@ class State(NamedTuple):
     guesses: events.Guesses
     p: dq.Settings
     own: Own
+    io: kernelqueue.Io
+    net: fused.Net
 
 
 def _create(cache: Cache, prefetch: Prefetch | None, routing: events.Routing, guesses: int, *, num_experts: int, expert_bytes: np.ndarray, top_k: int, lanes: int,
@@ -69,10 +69,10 @@ def _create(cache: Cache, prefetch: Prefetch | None, routing: events.Routing, gu
     ahead = events.Guesses(horizons, oracle, np.full((H, N, L, guesses), -1, np.int16), np.zeros((H, N, L), np.int16), np.zeros((len(horizons), L)),
                            prefetch.expire if prefetch else True, prefetch.cancel if prefetch else False, False)  # fmt: skip
     p = dq.Settings(POLICIES.index(cache.policy), E, lanes, 0.0, np.ones(lanes + 1), True, np.ones(1), GUARDS.index(prefetch.guard if prefetch else "none"),
-                    prefetch is None or bool(prefetch.promote), warmup, 0, 0)  # fmt: skip
+                    prefetch is None or bool(prefetch.promote), warmup, 0, 0, 0.0)  # fmt: skip
     own = Own(np.zeros(E, np.int32), np.zeros(E, np.int32), np.full(L * E, -1, np.int64), np.zeros(L * E if belady else 1, np.int32), np.full(L * E, -1, np.int32),
               np.zeros(L * E, np.int32), np.array([NO_EVENT, 0]), np.zeros(6, np.int64))  # fmt: skip
-    return State(r, dq.create(lanes, E, L, S, 0), routing, ahead, p, own)
+    return State(r, dq.create(lanes, E, L, S, 0), routing, ahead, p, own, kernelqueue.nothing(), fused.nothing())
 
 
 def _example() -> State:
@@ -82,46 +82,9 @@ def _example() -> State:
     return _create(Cache(slots=1), None, routing, 1, num_experts=1, expert_bytes=np.ones(1, np.int64), top_k=1, lanes=1, usage=np.zeros(1, np.int64), oracle=False, warmup=0)
 
 
-def _reader(example: NamedTuple, first: int):
-    """An intrinsic that makes the compiled twin of `example` from a table in which its fields begin at row `first`.
-
-    An intrinsic, since a compiled function without Numba's runtime may not return an array.
-    """
-    kinds = {bool: types.boolean, int: types.int64, float: types.float64}
-    fields = [types.Array(from_dtype(value.dtype), value.ndim, "C") if isinstance(value, np.ndarray) else kinds[type(value)] for value in example]
-    whole = types.NamedTuple(fields, type(example))
-
-    @intrinsic
-    def read(typing, table):
-        def generate(context, builder, signature, arguments):
-            data = make_array(signature.args[0])(context, builder, arguments[0]).data
-            entry = lambda row, column: builder.load(cgutils.gep_inbounds(builder, data, (first + row) * _WIDTH + column))  # noqa: E731
-            values = []
-            for row, kind in enumerate(fields):
-                if isinstance(kind, types.Array):
-                    array, pointer = make_array(kind)(context, builder), context.get_data_type(kind.dtype).as_pointer()
-                    size = context.get_abi_sizeof(context.get_data_type(kind.dtype))
-                    shape = [entry(row, 1 + axis) for axis in range(kind.ndim)]
-                    strides, step = [], context.get_constant(types.intp, size)
-                    for length in reversed(shape):
-                        strides.insert(0, step)
-                        step = builder.mul(step, length)
-                    populate_array(array, builder.inttoptr(entry(row, 0), pointer), shape, strides, context.get_constant(types.intp, size), None)
-                    values.append(array._getvalue())
-                elif kind is types.float64:
-                    values.append(builder.bitcast(entry(row, 0), context.get_value_type(kind)))
-                else:
-                    values.append(context.cast(builder, entry(row, 0), types.int64, kind))
-            return context.make_tuple(builder, signature.return_type, values)
-
-        return whole(table), generate
-
-    return read
-
-
 _EXAMPLE = _example()
-_FIRST = np.cumsum([0, *map(len, _EXAMPLE)]).tolist()
-_residency, _queue, _routing, _guesses, _settings, _own = (_reader(part, first) for part, first in zip(_EXAMPLE, _FIRST))
+_residency, _queue, routing_of, guesses_of, _settings, own_of, queue_of, net_of = readers(_EXAMPLE)
+FINE, LOOK, LATE, SIGNAL = range(4)   # what `arrive` and `wait` return: nothing to do; a read to look at; no answer within the patience; a signal came
 
 
 @compiled
@@ -136,9 +99,36 @@ def _collect(r, own):
     own.out[FREED] = count
 
 
+@step
+def _settle(t):
+    """Where reads go through the kernel's queue: buffers come back, and see `_line_up`."""
+    io, own = queue_of(t), own_of(t)
+    if io.at[CONTEXT]:
+        for i in range(own.out[FREED]):
+            give(io, own.freed[i])
+    _line_up(t)
+
+
+@step
+def _line_up(t):
+    """There, too: reads that have started wait to be handed over by `place`."""
+    io, own, q = queue_of(t), own_of(t), _queue(t)
+    if io.at[CONTEXT]:
+        for lane in range(own.out[FIRST_LANE], q.at[dq.ACTIVE]):
+            io.unplaced[io.at[UNPLACED]] = q.key[lane]
+            io.at[UNPLACED] += 1
+
+
 @compiled
-def _asked(t, s, layer):
-    r, q, routing, own = _residency(t), _queue(t), _routing(t), _own(t)
+def give(io, buffer):
+    """A buffer is free."""
+    io.free[io.at[FREE]] = buffer
+    io.at[FREE] += 1
+
+
+@step
+def asked(t, s, layer):
+    r, q, routing, own = _residency(t), _queue(t), routing_of(t), own_of(t)
     p = _settings(t)
     q.at[dq.PASS] = s
     event = np.int64(s) * routing.experts_NLK.shape[1] + layer
@@ -153,15 +143,17 @@ def _asked(t, s, layer):
     own.out[FIRST_LANE] = q.at[dq.ACTIVE]
     dq.start(q, r, p)
     _collect(r, own)
+    _settle(t)
 
 
-@compiled
-def _foretold(t, s, layer):
-    r, q, routing, own = _residency(t), _queue(t), _routing(t), _own(t)
+@step
+def foretold(t, s, layer):
+    r, q, routing, own = _residency(t), _queue(t), routing_of(t), own_of(t)
     p = _settings(t)
-    events.foretell(q, r, p, routing, _guesses(t), s, layer, own.seen, own.candidates)
+    events.foretell(q, r, p, routing, guesses_of(t), s, layer, own.seen, own.candidates)
     own.out[FIRST_LANE] = q.at[dq.ACTIVE]
     dq.start(q, r, p)
+    _line_up(t)
 
 
 @compiled
@@ -172,19 +164,20 @@ def _lane_of(q, key):
     return -1
 
 
-@compiled
-def _ended(t, key, buffer):
-    r, q, own = _residency(t), _queue(t), _own(t)
+@step
+def ended(t, key, buffer):
+    r, q, own = _residency(t), _queue(t), own_of(t)
     own.out[FIRST_LANE] = q.at[dq.ACTIVE] - 1
     own.out[AWAITED] = dq.finish(q, r, _settings(t), _lane_of(q, key), own.now[EVENT], own.now[LAYER])
     own.holder[key] = buffer
     _collect(r, own)
+    _settle(t)
 
 
-@compiled
+@step
 def _failed(t, key):
     """The read of `key` brought nothing: as if it had never been asked for, but that the set which needs it cannot be computed."""
-    r, q, own, p = _residency(t), _queue(t), _own(t), _settings(t)
+    r, q, own, p = _residency(t), _queue(t), own_of(t), _settings(t)
     lane = _lane_of(q, key)
     own.out[FIRST_LANE] = q.at[dq.ACTIVE] - 1
     q.at[dq.ACTIVE] -= 1
@@ -202,21 +195,74 @@ def _failed(t, key):
         r.tally[res.EVICTIONS] -= 1
     dq.start(q, r, p)
     _collect(r, own)
+    _settle(t)
 
 
-@compiled
+@step
 def _emptied(t):
-    r, q, own = _residency(t), _queue(t), _own(t)
+    r, q, own = _residency(t), _queue(t), own_of(t)
     own.now[EVENT] = NO_EVENT
     events.empty(q, r, _settings(t))
+    own.out[FIRST_LANE] = q.at[dq.ACTIVE]
     _collect(r, own)
+    _settle(t)
 
 
-@compiled
+@step
 def _abandoned(t):
-    own = _own(t)
+    own = own_of(t)
     own.now[EVENT] = NO_EVENT
+    own.out[FIRST_LANE] = _queue(t).at[dq.ACTIVE]
     _collect(_residency(t), own)
+    _settle(t)
+
+
+@step
+def used(t, key):
+    """A member has been computed: where it has no place in the cache, its buffer is free."""
+    io, own = queue_of(t), own_of(t)
+    if own.out[OUTSIDE] and _residency(t).after[key] < 0:
+        give(io, own.holder[key])
+        own.holder[key] = -1
+        kernelqueue.place(io)
+
+
+@step
+def arrive(t, least, patient):
+    """Take note of the reads that the kernel's queue has ended, and hand over those that follow them. LOOK where one was not simply whole, SIGNAL, or FINE;
+    LATE where `patient` and none ended."""
+    io = queue_of(t)
+    got = kernelqueue.ended(io, least, patient)
+    for i in range(got):
+        lane = kernelqueue.whole(io, i)
+        if lane >= 0:
+            ended(t, np.int64(io.key[lane]), np.int64(io.buffer[lane]))
+    kernelqueue.place(io)
+    if io.at[ODD]:
+        return LOOK
+    return SIGNAL if got < 0 else LATE if got == 0 and patient else FINE
+
+
+@step
+def wait(t):
+    """Until a read has ended. Asks again and again for a while, then sleeps."""
+    io = queue_of(t)
+    before = io.counted[kernelqueue.READS]
+    began = kernelqueue.now(io)
+    code, at = FINE, began
+    while code == FINE and io.counted[kernelqueue.READS] == before and at - began < SPIN:
+        code = arrive(t, 0, False)
+        at = kernelqueue.now(io)
+    if code == FINE and io.counted[kernelqueue.READS] == before:
+        code = arrive(t, 1, True)
+        at = kernelqueue.now(io)
+    io.seconds[WAITED] += at - began
+    return code
+
+
+@step
+def _placed(t):
+    kernelqueue.place(queue_of(t))
 
 
 @functools.cache
@@ -230,8 +276,13 @@ def _compile() -> None:
     control.failed(0)
     control.asked(0, 0)
     control.ended(0, 0)
+    control.used(0)
+    control.placed()
+    control.arrived(0)
+    control.waited()
     control.emptied()
     control.abandoned()
+    _EXAMPLE.io.counted[:] = 0
 
 
 class Control:
@@ -247,45 +298,58 @@ class Control:
 
     def _set(self, state: State) -> None:
         self._state = state
-        self.r, self.q, self.routing, self.guesses, self.p, self.own = state
-        table = np.zeros((_FIRST[-1], _WIDTH), np.int64)
-        for row, value in zip(table, (value for part in state for value in part)):
-            if isinstance(value, np.ndarray):
-                assert value.flags.c_contiguous and value.ndim < _WIDTH
-                row[0], row[1 : 1 + value.ndim] = value.ctypes.data, value.shape
-            elif isinstance(value, float):
-                row[:1].view(np.float64)[0] = value
-            else:
-                row[0] = value
-        self._table = table.reshape(-1)
+        self.r, self.q, self.routing, self.guesses, self.p, self.own, self.io, self.net = state
+        self.table = table_of(state)
+
+    def take(self, **parts) -> None:
+        """Other parts of the state in place of those that it has: `io`, `net`."""
+        self._set(self._state._replace(**parts))
 
     def asked(self, s: int, layer: int) -> None:
         """The router of `layer` has chosen in pass `s`, as routing has it: look up, demand, evict."""
-        _asked(self._table, s, layer)
+        asked(self.table, s, layer)
 
     def foretold(self, s: int, layer: int) -> None:
         """Queue the guesses for the layers ahead: of the trace where the oracle is asked, else those in `guesses`."""
-        _foretold(self._table, s, layer)
+        foretold(self.table, s, layer)
 
     def ended(self, key: int, buffer: int) -> bool:
         """The read of `key` into `buffer` is over; returns whether its set waits for it."""
-        _ended(self._table, key, buffer)
+        ended(self.table, key, buffer)
         return bool(self.own.out[AWAITED])
 
     def failed(self, key: int) -> bool:
         """The read of `key` brought nothing; returns whether its set waits for it."""
-        _failed(self._table, key)
+        _failed(self.table, key)
         return bool(self.own.out[AWAITED])
 
     def emptied(self) -> None:
         """Forget everything but the pinned experts and the reads that have started."""
-        _emptied(self._table)
-        self.own.out[FIRST_LANE] = self.q.at[dq.ACTIVE]
+        _emptied(self.table)
 
     def abandoned(self) -> None:
         """The current set will not be computed."""
-        _abandoned(self._table)
-        self.own.out[FIRST_LANE] = self.q.at[dq.ACTIVE]
+        _abandoned(self.table)
+
+    def used(self, key: int) -> None:
+        """A member has been computed (reads through the kernel's queue)."""
+        used(self.table, key)
+
+    def give(self, buffer: int) -> None:
+        """A buffer is free (the same)."""
+        give(self.io, buffer)
+
+    def placed(self) -> None:
+        """Hand over the reads that have started (the same)."""
+        _placed(self.table)
+
+    def arrived(self, least: int = 0) -> int:
+        """Take note of ended reads without waiting (the same)."""
+        return arrive(self.table, least, False)
+
+    def waited(self) -> int:
+        """Take note of ended reads, at least one if the disk answers (the same)."""
+        return wait(self.table)
 
     def started(self) -> list[int]:
         return self.q.key[self.own.out[FIRST_LANE] : self.q.at[dq.ACTIVE]].tolist()

@@ -12,6 +12,7 @@ prefetch or budget: they are the resident model's.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,15 +26,18 @@ from ..process import kernel_bytes
 from ..simulator import Cache, Prefetch, uses
 from ..simulator.config import ORACLE
 from ..traces.schema import DECODE, PREFILL, Trace, TraceError
+from . import fused
 from .cache import ExpertCache
 from .experts import Blocks
 from .foresight import live_routing, routing_of
-from .layout import EXPERTS, load_manifest
+from .layout import EXPERTS, Manifest, load_manifest
+from .loop import NAN_GUESS, NAN_ROUTER, OTHER, Loop
 from .recorder import Recorder
 from .resident import Guesser, KeyValues, Resident, best
 from .storage import BlockFile, EngineError
 from .summary import Clock, Summary, summarise
 
+KINDS = {"next_router": fused.NEXT_ROUTER, "linear": fused.LINEAR, "ranking": fused.RANKING}
 GUARDS = ("none", "idle")   # the simulator's "window" compares with a clock's future, which an engine does not have
 
 
@@ -92,7 +96,17 @@ class Engine:
         self._mixed_KD = torch.empty(config.top_k, config.hidden_size)
         self._rows = list(self._mixed_KD.unbind(0))
         self._pass = self._token = self._sequences = 0
+        self._loop = self._fused() if fits(self.manifest) else None
+        self._attached: KeyValues | None = None
         self.clock = Clock(config.num_layers)
+
+    def _fused(self) -> Loop:
+        """The compiled path of single tokens: see `fused`."""
+        guesser, prefetch = self._guesser, self.prefetch
+        asked = {} if guesser is None else {"kind": KINDS[guesser.source], "predictor": guesser.plain(), "wanted": self._wanted, "threshold": prefetch.threshold}
+        net = fused.create(self.manifest.model, weights=self._resident.plain(), blocks=self.experts.buffers.whole.view(np.float32), **asked)
+        self.experts.control.take(net=net)
+        return Loop(self.experts.control, known=self._future is not None, guessing=guesser is not None, foretelling=prefetch is not None)
 
     # --- use ----------------------------------------------------------------------------------------------------------------
 
@@ -114,7 +128,7 @@ class Engine:
         while running:
             logits_BV = self._forward(running, phase)
             on_logits(logits_BV)
-            drawn = logits_BV.argmax(1) if not temperature else torch.multinomial((logits_BV.double() / temperature).softmax(1), 1, generator=generator)[:, 0]
+            drawn = logits_BV.argmax(1) if not temperature else sampled(logits_BV, temperature, generator)
             for sequence, token in zip(running, drawn.tolist()):
                 sequence.tokens.append(token)
             self.clock.token(len(running))
@@ -170,6 +184,8 @@ class Engine:
 
     def _forward(self, running: list[Running], phase: int) -> Tensor:
         """Logits (B, V) after the running sequences' next tokens."""
+        if self._loop and phase == DECODE and len(running) == 1:
+            return self._forward_one(running[0])
         x_ND = self._states(running, phase)
         if phase == PREFILL:
             x_ND = x_ND[torch.tensor([len(sequence.fed) for sequence in running]).cumsum(0) - 1]
@@ -177,19 +193,75 @@ class Engine:
         self.clock.passed(phase, sum(len(sequence.fed) for sequence in running) == 1, self.experts.stalled)
         return logits_BV
 
+    def _forward_one(self, sequence: Running) -> Tensor:
+        """Logits (1, V) after one sequence's next token, by compiled code."""
+        (token,), keys, loop, net = sequence.fed, sequence.keys, self._loop, self._loop.net
+        s, rows = self._open_pass(1, sequence.number)
+        if self._attached is not keys:
+            net = loop.net = net._replace(**keys.plain)
+            self.experts.control.take(net=net)
+            self._attached = keys
+        if self._recorder:
+            self._recorder.open(torch.tensor([token]), [sequence.number], DECODE)
+        net.x[:] = self._resident.row(token)
+        net.times[:] = 0.0
+        loop.begin(s, rows.start, keys.length)
+        self.clock.opened()
+        if self.experts.queued:
+            self.experts.begin()
+            while code := loop.go_on():
+                self._see_to(code)
+            self.experts.finished()
+        else:
+            for layer in range(len(net.hidden)):
+                self._layer_by_threads(layer, s, rows.start)
+        keys.length += 1
+        if self._recorder:
+            for layer, hidden_D in enumerate(net.hidden):
+                self._recorder.layer(layer, torch.from_numpy(hidden_D)[None], net.chosen[layer : layer + 1], torch.from_numpy(net.gates[layer : layer + 1]))
+        self.clock.layers(net.times)
+        logits_BV = torch.from_numpy(loop.logits())[None]
+        self.clock.passed(DECODE, True, self.experts.stalled)
+        return logits_BV
+
+    def _layer_by_threads(self, layer: int, s: int, row: int) -> None:
+        """What `loop` does for a layer, where threads read."""
+        loop, experts, E = self._loop, self.experts, self.manifest.model.num_experts
+        began = time.perf_counter()
+        if code := loop.attended(layer, row) or loop.chosen(layer, row):
+            self._see_to(code)
+        experts.ask(s, layer)
+        if self.prefetch:
+            experts.foretell(s, layer)
+        routed, stalled = time.perf_counter(), experts.stalled
+        chosen = loop.net.chosen[layer].tolist()
+        for key, buffer in experts.members():
+            loop.expert(layer, chosen.index(key % E), buffer)
+        loop.mixed(layer)
+        loop.net.times[layer] += routed - began, time.perf_counter() - routed - (experts.stalled - stalled)
+
+    def _see_to(self, code: int) -> None:
+        """What the compiled code came back for. Raises EngineError for what a pass cannot go on from."""
+        at = self._loop.net.at[fused.NOW]
+        if code in (NAN_ROUTER, NAN_GUESS):
+            raise EngineError(f"{'router of' if code == NAN_ROUTER else 'predictor at'} layer {at}: token 0 of the pass has NaN scores, so no expert can be chosen")
+        if code == OTHER:
+            raise self._other(at)
+        self.experts.see_to(code)
+
     def _states(self, running: list[Running], phase: int) -> Tensor:
         """States (N, D) of all tokens of a pass before the last norm, sequence after sequence."""
         fed = [sequence.fed for sequence in running]
         places = [(sequence.keys, len(tokens)) for sequence, tokens in zip(running, fed)]
         tokens_N = torch.tensor([token for tokens in fed for token in tokens])
         numbers = [sequence.number for sequence, tokens in zip(running, fed) for _ in tokens]
-        s, rows = self._open_pass(tokens_N, numbers)
+        s, rows = self._open_pass(len(tokens_N), numbers)
         if self._recorder:
             self._recorder.open(tokens_N, numbers, phase)
         x_ND = self._resident.embedded(tokens_N)
         hidden: list[Tensor] = []
         for layer in range(self.manifest.model.num_layers):
-            self.clock.start()
+            self.clock.start(layer)
             x_ND = self._resident.attend(layer, x_ND, places)
             m_ND = self._resident.moe_input(layer, x_ND)
             hidden.append(m_ND)
@@ -207,9 +279,9 @@ class Engine:
             keys.length += n
         return x_ND
 
-    def _open_pass(self, tokens_N: Tensor, numbers: list[int]) -> tuple[int, slice]:
-        """(pass, rows of its tokens) in the arrays of the cache's bookkeeping."""
-        routing, n = self.experts.control.routing, len(tokens_N)
+    def _open_pass(self, n: int, numbers: list[int] | int) -> tuple[int, slice]:
+        """(pass, rows of its n tokens) in the arrays of the cache's bookkeeping."""
+        routing = self.experts.control.routing
         if self._future is not None:
             s = self._pass
             self._pass += 1
@@ -231,7 +303,10 @@ class Engine:
         if self._future is None:
             held[rows, layer] = experts_NK
         elif (held[rows, layer] != experts_NK).any():
-            raise EngineError(f"layer {layer} of pass {self._pass - 1} chose other experts than the trace of the future has: it is of another generation")
+            raise self._other(layer)
+
+    def _other(self, layer: int) -> EngineError:
+        return EngineError(f"layer {layer} of pass {self._pass - 1} chose other experts than the trace of the future has: it is of another generation")
 
     def _guess(self, s: int, rows: slice, layer: int, hidden_ND: Tensor) -> None:
         held = self.experts.control.guesses
@@ -280,6 +355,19 @@ class Engine:
                 raise ConfigError(f"prompt {i}: {len(prompt)} tokens and {max_new_tokens} new ones exceed the model's context of {config.context}")
             if min(prompt) < 0 or max(prompt) >= config.vocab_size:
                 raise ConfigError(f"prompt {i} has a token id outside 0..{config.vocab_size - 1}")
+
+
+def sampled(logits_BV: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    """A token per row, drawn by one uniform number each from the summed probabilities (torch.multinomial draws one per entry of the vocabulary)."""
+    summed_BV = (logits_BV.double() / temperature).softmax(1).cumsum(1)
+    uniform_B1 = torch.rand(len(summed_BV), 1, generator=generator, dtype=torch.float64)
+    return torch.searchsorted(summed_BV, uniform_B1 * summed_BV[:, -1:], right=True)[:, 0].clamp_(max=logits_BV.shape[1] - 1)
+
+
+def fits(manifest: Manifest) -> bool:
+    """Whether single tokens take the compiled path, which depends on the model alone."""
+    config = manifest.model
+    return manifest.dtype == "float32" and config.routing == "topk" and manifest.block.weights <= 4 * fused.LARGEST
 
 
 def _check(cache: Cache, prefetch: Prefetch | None, future: Trace | None, usage, config, manifest) -> None:

@@ -26,16 +26,33 @@ class Resident:
         self.config = config = manifest.model
         weights = _load(folder / RESIDENT, dense_entries(config))
         self.embed, self.norm, self.head = weights["embed.weight"], weights["norm.weight"].float(), weights["head.weight"].float()
-        part = lambda name: [weights.pop(f"layers.{i}.{name}.weight").float() for i in range(config.num_layers)]  # noqa: E731
-        self._attention_norm, self._moe_norm, self._router = part("attention_norm"), part("moe_norm"), part("router")
-        self._qkv, q_norm, k_norm, self._out = (part(f"attention.{name}") for name in ("qkv", "q_norm", "k_norm", "out"))
-        self._qk_norm = [torch.stack(pair) for pair in zip(q_norm, k_norm)]
+
+        def stacked(name: str) -> Tensor:   # float32 [L, .], each layer's weights given up once they are copied
+            names = [f"layers.{i}.{name}.weight" for i in range(config.num_layers)]
+            stack = torch.empty(len(names), *weights[names[0]].shape)
+            for row, each in zip(stack, names):
+                row.copy_(weights.pop(each))
+            return stack
+
+        self._stacks = {name.removeprefix("attention."): stacked(name) for name in ("attention_norm", "moe_norm", "router", "attention.qkv", "attention.out")}
+        self._stacks["qk_norm"] = torch.stack([stacked(f"attention.{name}") for name in ("q_norm", "k_norm")], dim=1)
+        self._attention_norm, self._moe_norm, self._router, self._qkv, self._out, self._qk_norm = (list(stack) for stack in self._stacks.values())
         self.routers = self._router   # the next layer's router is a predictor, too
+        self._plain_embed = self.embed.numpy() if self.embed.dtype == torch.float32 else None   # bf16 has no twin in numpy
         head_size = config.hidden_size // config.num_heads
         self._cos, self._sin = rotary(config.context, 1, head_size, config.rope_theta)
         self._nothing = torch.zeros(1, 1, 1)
         self._half, self._scale = head_size // 2, head_size**-0.5
         self._hash = [Layer(config, i).hash_VK for i in range(config.num_layers)] if config.routing == "hash" else None
+
+    def plain(self) -> dict[str, np.ndarray]:
+        """The weights as `fused.Net` has them: views, each layer one row."""
+        rows = {name: stack.flatten(1).numpy() for name, stack in self._stacks.items()}
+        return rows | {"norm": self.norm[None].numpy(), "head": self.head.flatten()[None].numpy(), "cos": self._cos[:, 0].numpy(), "sin": self._sin[:, 0].numpy()}
+
+    def row(self, token: int) -> np.ndarray:
+        """`embedded` of one token (D,), without torch."""
+        return self._plain_embed[token] if self._plain_embed is not None else self.embed[token].float().numpy()
 
     def embedded(self, tokens_N: Tensor) -> Tensor:
         return self.embed[tokens_N].float()
@@ -104,8 +121,9 @@ class KeyValues:
     """Keys and values of one sequence, for every layer, with room for `capacity` tokens."""
 
     def __init__(self, config: ModelConfig, capacity: int):
-        shape = (capacity, config.num_heads, config.hidden_size // config.num_heads)
-        self._keys, self._values = ([torch.empty(shape) for _ in range(config.num_layers)] for _ in range(2))
+        both = torch.empty(2, config.num_layers, capacity, config.num_heads, config.hidden_size // config.num_heads)
+        self._keys, self._values = (list(stack) for stack in both)
+        self.plain = {"keys": both[0].numpy(), "values": both[1].numpy()}   # as `fused.Net` has them
         self.length = 0   # tokens of the passes that are over
 
     def add(self, layer: int, k_nHC: Tensor, v_nHC: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +164,24 @@ class Guesser:
             depth = 2 if source == "ranking" else 1
             names = [f"{source}/{part}.{h}_{i}" for h in horizons for i in range(depth) for part in ("weights", "biases")]
             held = _load(folder / HEADS, names)
-            self._heads = {h: [(held[f"{source}/weights.{h}_{i}"].float(), held[f"{source}/biases.{h}_{i}"].float()[:, 0]) for i in range(depth)] for h in horizons}
+            # one stack of all horizons' layers for each depth, of which the heads are views
+            self._stacks = [[torch.cat([held[f"{source}/{part}.{h}_{i}"].float() for h in horizons]) for part in ("weights", "biases")] for i in range(depth)]
+            self._heads, sizes = {h: [] for h in horizons}, [self.num_layers - h for h in horizons]
+            for weights, biases in self._stacks:
+                for h, *pair in zip(horizons, weights.split(sizes), biases[:, 0].split(sizes)):
+                    self._heads[h].append(tuple(pair))
+        self.source, self.horizons = source, horizons
+
+    def plain(self) -> dict[str, np.ndarray]:
+        """The predictor as `fused.Net` has it: views, and which row is for which horizon and layer."""
+        L, at, rows = self.num_layers, 0, np.full((len(self.horizons), self.num_layers), -1, np.int64)
+        for row, h in zip(rows, self.horizons):
+            row[: L - h] = np.arange(h, L) if self._routers is not None else np.arange(at, at + L - h)
+            at += L - h
+        found = {"guesser": rows, "ahead": np.array(self.horizons, np.int64)}
+        for (weights, biases), names in zip(() if self._routers is not None else self._stacks, (("first", "first_bias"), ("second", "second_bias"))):
+            found |= {names[0]: weights.flatten(1).numpy(), names[1]: biases[:, 0].numpy()}
+        return found
 
     def scores(self, layer: int, horizon: int, hidden_ND: Tensor) -> Tensor | None:
         """(N, E) scores of layer + horizon, or None past the last layer."""

@@ -71,10 +71,10 @@ class Buffers:
             raise ConfigError(f"no memory for {count} expert buffers of {self.stride} bytes ({self.bytes / 1e6:,.0f} MB): {error}; take a smaller cache") from None
         whole = np.frombuffer(self._mapping, np.uint8)
         first = -whole.ctypes.data % alignment
-        self._arrays = [whole[at : at + self.stride] for at in range(first, first + self.bytes, self.stride)]
+        self.whole = whole[first : first + self.bytes].reshape(count, self.stride)   # uint8 [count, stride]
 
     def array(self, index: int) -> np.ndarray:
-        return self._arrays[index]
+        return self.whole[index]
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,32 @@ class BlockFile:
     def __init__(self, path: str | Path, *, direct: bool = True, announce: Callable[[str], None] = print, preadv: Callable = os.preadv):
         self.path, self._announce, self._preadv = Path(path), announce, preadv
         self._lock = threading.Lock()
-        self.reads = self.bytes = self.retried = 0
+        self.counted = np.zeros(2, np.int64)   # reads, bytes; written by the kernel queue's compiled code, too
+        self.retried = 0
         self.why = "asked for"   # the reason for the mode
         self._access = _Access(self._open(os.O_RDONLY), BUFFERED, Alignment(1, 1))
         self._open_files = [self._access.descriptor]
         self.size = os.fstat(self._access.descriptor).st_size
         if direct:
             self._go_direct()
+
+    @property
+    def reads(self) -> int:
+        return int(self.counted[0])
+
+    @property
+    def bytes(self) -> int:
+        return int(self.counted[1])
+
+    @property
+    def descriptor(self) -> int:
+        """The open file as it is read at present."""
+        return self._access.descriptor
+
+    @property
+    def plain(self) -> bool:
+        """Whether reads are the system's own."""
+        return self._preadv is os.preadv
 
     @property
     def mode(self) -> str:
@@ -174,8 +193,7 @@ class BlockFile:
             if found < length:
                 raise ReadError(f"{self.path.name}: {found} bytes of {length} at {offset}, then the file ends: it was cut short")
             with self._lock:
-                self.reads += 1
-                self.bytes += got
+                self.counted += 1, got
             return buffer[offset - first : offset - first + length]
 
     def _whole(self, descriptor: int, buffer: np.ndarray, first: int, wanted: int, step: int) -> int:

@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 class Clock:
     """Times of the passes, and of their parts in single-token passes, without the time in which the disk was waited for."""
 
-    def __init__(self, num_layers: int):
+    def __init__(self, num_layers: int, stalled: float = 0.0):
+        """`stalled`: seconds in which the disk had been waited for before."""
         self.attention, self.experts = np.zeros(num_layers), np.zeros(num_layers)   # seconds, single-token decode passes
         self.head, self.singles = 0.0, 0
         self.decode_ms: list[float] = []      # of each decode pass
         self.stall_ms: list[float] = []       # of each decode pass
         self.first_token_ms: list[float] = []
         self.tokens = self.decode_tokens = 0
-        self._stalled_before = 0.0
+        self._stalled_before = stalled
 
     def begin(self) -> None:
         self._begun = self._pass_began = time.perf_counter()
         self._fresh = True
         self._parts = None
 
-    def start(self) -> None:
-        """A layer begins."""
-        self._at = time.perf_counter()
+    def start(self, layer: int = 0) -> None:
+        """A layer begins; what comes before the first one counts as its own."""
+        self._at = time.perf_counter() if layer else self._pass_began
 
     def routed(self, layer: int, stalled: float) -> None:
         now = time.perf_counter()
@@ -49,6 +50,17 @@ class Clock:
             self.attention[layer] += self._attended
             self.experts[layer] += now - self._at - (stalled - self._stalled)
         self._at = now
+
+    def opened(self) -> None:
+        """All is ready for the layers of a single-token pass."""
+        self._at = time.perf_counter()
+
+    def layers(self, seconds_L2: np.ndarray) -> None:
+        """All layers of a single-token pass are over: the parts' times, without the disk's."""
+        self.attention += seconds_L2[:, 0]
+        self.experts += seconds_L2[:, 1]
+        self.attention[0] += self._at - self._pass_began
+        self._at = time.perf_counter()
 
     def passed(self, phase: int, single: bool, stalled: float) -> None:
         """A pass is over but for the choice of its tokens."""
@@ -87,6 +99,7 @@ class Summary:
 
     io_mode: str
     io_why: str
+    reads_by: str                   # kernel queue, or threads and why
     tokens: int
     tokens_per_s: float | None      # of decode passes; None where there was none
     ttft_ms: float | None
@@ -113,7 +126,7 @@ class Summary:
         shown = lambda value, form: "none" if value is None else format(value, form)  # noqa: E731
         ledger = self.ledger
         lines = [
-            ("I/O", f"{self.io_mode} ({self.io_why})" + (f"; {self.retried} reads tried again" if self.retried else "")),
+            ("I/O", f"{self.io_mode} ({self.io_why}), by {self.reads_by}" + (f"; {self.retried} reads tried again" if self.retried else "")),
             ("tokens", f"{self.tokens}, {shown(self.tokens_per_s, '.2f')} tok/s; first after {shown(self.ttft_ms, '.1f')} ms, "
                        f"then p50 {shown(self.p50_ms, '.2f')} ms, p99 {shown(self.p99_ms, '.2f')} ms"),
             ("read", f"{self.read_bytes:,} bytes (demand {self.demand_bytes:,}, prefetch {self.prefetch_bytes:,}, before the start {self.preloaded_bytes:,}); "
@@ -132,7 +145,7 @@ def summarise(engine: Engine) -> Summary:
     demand, prefetch = int(counts[dq.DEMAND_BYTES]), int(counts[dq.GUESS_BYTES])
     preloaded = engine.experts.preloaded_bytes
     return Summary(
-        io_mode=engine.file.mode, io_why=engine.file.why, tokens=clock.tokens, tokens_per_s=1000 * clock.decode_tokens / ms.sum() if len(ms) else None,
+        io_mode=engine.file.mode, io_why=engine.file.why, reads_by=engine.experts.reads_by, tokens=clock.tokens, tokens_per_s=1000 * clock.decode_tokens / ms.sum() if len(ms) else None,
         ttft_ms=float(np.mean(clock.first_token_ms)) if clock.first_token_ms else None,
         p50_ms=float(np.percentile(ms, 50)) if len(ms) else None, p99_ms=float(np.percentile(ms, 99)) if len(ms) else None,
         stall_ms_per_token=sum(clock.stall_ms) / clock.decode_tokens if clock.decode_tokens else None,

@@ -116,7 +116,8 @@ class Disk:
 
     With d reads running, each moves at `gb_per_s`(d) / d; `gb_per_s` is one number or a table for depth 1, 2, ... whose
     last entry holds for greater depths. A read takes `latency_ms`, then its bytes. `noise`: standard deviation of the
-    logarithm of a factor on each read's latency and size, drawn with `seed`.
+    logarithm of a factor on each read's latency and size, drawn with `seed`. `issue_ms`: in which the processor, and not the disk, is busy handing over
+    the reads that begin at a router, however many; it computes nothing meanwhile.
     """
 
     latency_ms: float = 0.1
@@ -124,6 +125,7 @@ class Disk:
     lanes: int = 1
     noise: float = 0.0
     seed: int = 0
+    issue_ms: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "gb_per_s", _numbers("gb_per_s", self.gb_per_s))
@@ -131,6 +133,7 @@ class Disk:
         at_least("latency_ms", self.latency_ms, 0.0)
         _whole("lanes", self.lanes, 1, MOST_LANES)
         at_least("noise", self.noise, 0.0)
+        at_least("issue_ms", self.issue_ms, 0.0)
         if self.noise > MOST_NOISE:
             raise SimulationError(f"noise={self.noise!r}: the logarithms of read times spread by at most {MOST_NOISE:g}")
         table = self.table
@@ -155,7 +158,8 @@ class Compute:
     """Times of the processor, in ms. Numbers, or one per MoE layer (a dense layer's time goes to the MoE layer after it).
 
     A layer takes `attention_ms` up to its router, then `shared_ms` (shared expert and all else) and `expert_ms` for each
-    distinct expert; a pass ends with `head_ms`. `extra_token`: what each further token of a pass costs, as a share of
+    distinct expert, and `fresh_ms` more for one that has been read since it was computed last (its weights are in none of the processor's caches); a
+    pass ends with `head_ms`. `extra_token`: what each further token of a pass costs, as a share of
     the first. `overlap`: experts are computed one by one as they arrive, not when the last has arrived.
     """
 
@@ -165,6 +169,7 @@ class Compute:
     head_ms: float = 0.0
     extra_token: float = 0.0
     overlap: bool = False
+    fresh_ms: float = 0.0
 
     def __post_init__(self):
         for name in ("attention_ms", "expert_ms", "shared_ms"):
@@ -173,6 +178,7 @@ class Compute:
                 at_least(name, float(entry), 0.0)
         at_least("head_ms", self.head_ms, 0.0)
         at_least("extra_token", self.extra_token, 0.0)
+        at_least("fresh_ms", self.fresh_ms, 0.0)
         _flag("overlap", self.overlap)
 
     def per_layer(self, name: str, num_layers: int) -> np.ndarray:

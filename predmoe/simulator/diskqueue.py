@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     counted_from: int          # first pass after the warm-up
     record_from: int           # passes whose timeline is kept
     record_end: int
+    issue: float               # ms of the processor for the reads that begin at a router
 
 
 class Queue(NamedTuple):

@@ -47,6 +47,7 @@ class Times(NamedTuple):
     head: float
     extra_token: float
     overlap: bool
+    fresh: float
 
 
 @compiled
@@ -70,21 +71,26 @@ def replay(routing, guesses, times, p, r, q, spans, members, candidates, seen, c
             _compute(q, r, p, dq.ATTENTION, times.attention[layer] * extra, event, layer - 1 if layer else L - 1, layer)
             event = np.int64(s) * L + layer
             count, pairs = res.gather(routing.experts_NLK, begin, end, layer, E, r.mark, event, members)
+            begun = q.at[dq.READS]
+            guessed = _guessed(r, members, count)
             waiting = ask(q, r, p, routing, members, count, layer, s, event, cursor)
             if len(guesses.horizons):
                 foretell(q, r, p, routing, guesses, s, layer, seen, candidates)
             dq.start(q, r, p)
+            issue = p.issue if q.at[dq.READS] > begun else 0.0
             work = times.expert[layer] * (count + times.extra_token * (pairs - count))
+            late, early = times.fresh * waiting, times.fresh * guessed
             shared = times.shared[layer] * extra
             if times.overlap and count:
-                spans[s, 2] += _overlapped(q, r, p, waiting, count, work / count, shared, event, layer)
+                spans[s, 2] += _overlapped(q, r, p, waiting, count, work / count, issue + early, shared, event, layer, times.fresh)
             else:
                 asked = q.clock[0]
                 while waiting:
                     waiting -= dq.finish(q, r, p, dq.step(q, p, np.inf), event, layer)
-                spans[s, 2] += q.clock[0] - asked
-                dq.record(q, p, dq.STALL, asked, q.clock[0], layer)
-                _compute(q, r, p, dq.EXPERTS, work + shared, event, layer, layer)
+                busy = max(asked + issue - q.clock[0], 0.0)
+                spans[s, 2] += max(q.clock[0] - asked - issue, 0.0)
+                dq.record(q, p, dq.STALL, asked + issue, q.clock[0], layer)
+                _compute(q, r, p, dq.EXPERTS, busy + work + shared + late + early, event, layer, layer)
         _compute(q, r, p, dq.HEAD, times.head * extra, event, L - 1, L - 1)
         spans[s, 1] = q.clock[0]
 
@@ -185,11 +191,20 @@ def _predicted(routing, guesses, i, s, layer, target_layer, across, E, seen, sta
 
 
 @compiled
-def _overlapped(q, r, p, waiting, count, each, shared, event, layer):
-    """Experts are computed one by one as they arrive, then the shared work. Returns the stall."""
-    began = q.clock[0]
+def _guessed(r, members, count):
+    """How many members are resident by a prefetch and have not been used since."""
+    found = 0
+    for i in range(count):
+        found += res.resident(r, members[i]) and r.guess[members[i]] != 0
+    return found
+
+
+@compiled
+def _overlapped(q, r, p, waiting, count, each, before, shared, event, layer, fresh):
+    """After `before`, experts are computed one by one as they arrive, then the shared work. Returns the stall."""
+    began = q.clock[0] + before
     free = began + each * (count - waiting)
-    dq.record(q, p, dq.EXPERTS, began, free, layer)
+    dq.record(q, p, dq.EXPERTS, began - before, free, layer)
     stall = 0.0
     while waiting:
         if dq.finish(q, r, p, dq.step(q, p, np.inf), event, layer):
@@ -199,8 +214,8 @@ def _overlapped(q, r, p, waiting, count, each, shared, event, layer):
                 dq.record(q, p, dq.STALL, free, arrived, layer)
                 stall += arrived - free
                 free = arrived
-            dq.record(q, p, dq.EXPERTS, free, free + each, layer)
-            free += each
+            dq.record(q, p, dq.EXPERTS, free, free + each + fresh, layer)
+            free += each + fresh
     dq.record(q, p, dq.EXPERTS, free, free + shared, layer)
     dq.run_to(q, r, p, free + shared, event, layer)
     return stall

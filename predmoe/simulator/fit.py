@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from ..traces.schema import DECODE, Trace
 from .config import Cache, Compute, Disk, SimulationError
@@ -40,6 +39,8 @@ def fit(trace: Trace, measured_ms: np.ndarray, cache: Cache, *, disk: Disk = Dis
     the duration of each decode pass, on the first `share` of them (least squares of the logarithms, from `disk` and
     `compute` on, whose other settings are kept: lanes, expert_ms, overlap). The replay starts cold at the trace's beginning.
     """
+    from scipy.optimize import least_squares   # here: who only replays has no use for its memory
+
     decode = trace.phase == DECODE
     measured_ms = np.atleast_1d(np.asarray(measured_ms, np.float64))
     if len(measured_ms) != decode.sum() or not (np.isfinite(measured_ms) & (measured_ms > 0)).all():

@@ -18,19 +18,28 @@ import numba
 
 _HERE = Path(__file__).parent
 _TEXT = b"".join((_HERE / name).read_bytes() for name in ("jit.py", "residency.py", "counting.py", "diskqueue.py", "events.py"))
-_FOLDER = f"numba-{hashlib.sha256(_TEXT).hexdigest()[:12]}"
 
 
-def compiled(function):
-    """Compile on first call, without holding the interpreter's lock while running."""
-    usual = numba.config.CACHE_DIR
-    base = Path(usual) if usual else _HERE / "__pycache__"
-    writable = os.access(base if base.exists() else base.parent, os.W_OK)
-    numba.config.CACHE_DIR = str(base / _FOLDER) if writable else usual
-    try:
-        return numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True, _nrt=False)(function)
-    finally:
-        numba.config.CACHE_DIR = usual
+def compiler(*files: Path, **settings):
+    """A decorator as `compiled` is for this package, for modules of another that inline its functions: `files` are all of them, whose text
+    names the cache, too. `settings`: changes to what numba is asked for."""
+    text = _TEXT + b"".join(path.read_bytes() for path in files)
+    folder = f"numba-{hashlib.sha256(text).hexdigest()[:12]}"
+
+    def compiled(function):
+        usual = numba.config.CACHE_DIR
+        base = Path(usual) if usual else _HERE / "__pycache__"
+        writable = os.access(base if base.exists() else base.parent, os.W_OK)
+        numba.config.CACHE_DIR = str(base / folder) if writable else usual
+        try:
+            return numba.njit(**{"cache": True, "nogil": True, "error_model": "numpy", "forceinline": True, "_nrt": False} | settings)(function)
+        finally:
+            numba.config.CACHE_DIR = usual
+
+    return compiled
+
+
+compiled = compiler()   # compiles on first call; compiled code runs without holding the interpreter's lock
 
 
 def is_compiled(function) -> bool:

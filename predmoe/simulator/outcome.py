@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from ..traces.schema import DECODE, PREFILL
 from . import diskqueue as dq
 from .config import SimulationError, at_least
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 KINDS = ("attention", "stall", "experts", "head", "demand read", "prefetch read")
 
@@ -166,6 +169,8 @@ class Outcome:
 
     def per_pass(self) -> pd.DataFrame:
         """One row per measured pass: times and where its experts were found."""
+        import pandas as pd
+
         names = ("accesses", "resident", "in_flight", "missing", "promoted", "demand_reads", "demand_bytes", "prefetch_reads", "prefetch_bytes")
         frame = pd.DataFrame(self.counts, columns=names)
         head = dict(phase=np.where(self.phase_S == PREFILL, "prefill", "decode"), tokens=self.tokens_S, start_ms=self.start_S, ms=self.end_S - self.start_S,
@@ -174,12 +179,16 @@ class Outcome:
 
     def timeline(self) -> pd.DataFrame:
         """What disk and processor did in the passes asked for: kind, start and end in ms, pass, and key (of a read) or layer."""
+        import pandas as pd
+
         kind, span, what = self.rows
         frame = pd.DataFrame(dict(kind=np.array(KINDS)[kind], start_ms=span[:, 0], end_ms=span[:, 1], of_pass=what[:, 0], what=what[:, 1]))
         return frame.sort_values(["start_ms", "end_ms"], kind="stable", ignore_index=True)
 
     def prefetches_read(self) -> pd.DataFrame:
         """Columns of_pass and key of the prefetches read in the passes whose timeline was asked for, in the order in which they ended."""
+        import pandas as pd
+
         kind, _, what = self.rows
         return pd.DataFrame(what[kind == dq.GUESS_READ], columns=["of_pass", "key"])
 

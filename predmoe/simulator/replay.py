@@ -52,7 +52,7 @@ def replay(trace: Trace, cache: Cache, disk: Disk, *, compute: Compute = Compute
     follows, runs = (_following(trace), _runs(trace)) if across else (np.zeros(trace.num_passes, np.bool_), trace.sequence)
     routing = events.Routing(trace.experts_NLK, trace.starts, runs, fresh, follows, first, when)
     times = events.Times(compute.per_layer("attention_ms", L), compute.per_layer("expert_ms", L), compute.per_layer("shared_ms", L),
-                         float(compute.head_ms), float(compute.extra_token), bool(compute.overlap))  # fmt: skip
+                         float(compute.head_ms), float(compute.extra_token), bool(compute.overlap), float(compute.fresh_ms))  # fmt: skip
     guesses = _guesses(trace, prefetch, times)
     record = (0, 0) if timeline is None else tuple(timeline)
     if len(record) != 2 or not all(isinstance(s, (int, np.integer)) for s in record) or not 0 <= record[0] <= record[1] <= trace.num_passes:
@@ -98,7 +98,7 @@ def _settings(cache: Cache, disk: Disk, E: int, prefetch: Prefetch | None, warmu
         factors = np.ones(1)
     guard = GUARDS.index(prefetch.guard if prefetch else "none")
     return dq.Settings(POLICIES.index(cache.policy), E, disk.lanes, float(disk.latency_ms), np.concatenate([[1.0], total / depths]), weightless,
-                         factors, guard, prefetch is None or bool(prefetch.promote), warmup, record[0], record[1])  # fmt: skip
+                         factors, guard, prefetch is None or bool(prefetch.promote), warmup, record[0], record[1], float(disk.issue_ms))  # fmt: skip
 
 
 def _guesses(trace: Trace, prefetch: Prefetch | None, times: events.Times) -> events.Guesses:

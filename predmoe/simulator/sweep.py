@@ -7,13 +7,14 @@ import itertools
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-
-import pandas as pd
-from tqdm.auto import tqdm
+from typing import TYPE_CHECKING
 
 from ..traces.schema import Trace
 from .config import Cache, Compute, Disk, Prefetch, SimulationError, at_least
 from .replay import replay
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 DEMAND = "demand"
 _CACHE = {"slots": "slots", "bytes": "bytes", "scope": "scope", "cache_policy": "policy", "pinned": "pinned"}
@@ -31,6 +32,9 @@ def sweep(trace: Trace, *, cache: Cache = Cache(slots=64), disk: Disk = Disk(), 
     and `prefetch.source`. Settings of the prefetch do not multiply the demand rows. Returns one row per cell, in the order of
     the axes: the axes' values and `Outcome.summary`, with energy where `joules_per_byte` is given. Replays run in threads (the compiled loop holds no lock), as many as there are cores.
     """
+    import pandas as pd   # here: who only replays, or generates, has no use for their memory
+    from tqdm.auto import tqdm
+
     if workers is not None and (not isinstance(workers, int) or workers < 1):
         raise SimulationError(f"workers={workers!r}: a sweep needs at least one")
     if joules_per_byte is not None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.signal import lfilter
 
 from .schema import ABSENT, DECODE, PREFILL, Meta, Prediction, Trace, TraceError, build
 
@@ -117,6 +116,8 @@ def _logits(n: int, E: int, skew: float, persistence: float, rng: np.random.Gene
 def _persisting(shocks: np.ndarray, persistence: float) -> np.ndarray:
     """Independent shocks [n, E] made a stationary first-order process; they are changed in place."""
     if persistence:
+        from scipy.signal import lfilter   # here: who only reads traces has no use for its memory
+
         step = np.sqrt(1 - persistence**2)
         shocks[0] /= step
         shocks = lfilter([step], [1.0, -persistence], shocks, axis=0).astype(np.float32)
