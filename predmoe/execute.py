@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ from .config import ConfigError
 from .files import parse_json
 
 KERNEL = "python3"
+SECTIONS = ("model", "train", "data", "objective", "predictor", "posthoc")   # of a configuration: `config.tier` refuses what they have not
 
 
 class NotebookFailed(RuntimeError):
@@ -86,7 +88,8 @@ def _literal(statement: ast.stmt, notebook: Path) -> tuple[str, object]:
 def check(notebook: Path, params: Mapping) -> dict:
     """The notebook's defaults with `params` in their place, or a ConfigError for an unknown name or a value of another type.
 
-    An int is taken for a float. What a default cannot tell (None, an empty list or dict) is not checked, and a warning says so.
+    An int is taken for a float. What a default cannot tell (None, an empty list or dict) is not checked, and a warning says so, but for
+    changes to a section of the configuration, which is strict itself as soon as the notebook begins.
     """
     notebook = Path(notebook)
     defaults = inspect(notebook)
@@ -100,6 +103,8 @@ def check(notebook: Path, params: Mapping) -> dict:
 
 def _as(name: str, value, default):
     """`value` where it has the type of `default`, items and keys included."""
+    if default == {} and isinstance(value, dict) and re.search(r"(\w+)\W*$", name)[1] in SECTIONS:
+        return value
     if default is None or (default in ([], (), {}) and isinstance(value, type(default))):
         warnings.warn(f"{name}={value!r} is not checked, since its default {default!r} does not tell a type", stacklevel=3)
         return value

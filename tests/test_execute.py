@@ -125,6 +125,18 @@ def test_a_default_without_a_type_is_not_checked_and_says_so(notebook):
         assert execute.check(notebook, {"limit": "many"})["limit"] == "many"
 
 
+def test_changes_to_a_section_of_the_configuration_pass_without_a_word(house, recwarn):
+    """The configuration itself refuses what is wrong in them."""
+    notebook = house.notebook("10_x", 'train = {}  # changes\nstock = {"model": {}}  # of the stock model\nlimits = {}  # of some kind')
+    changes = {"train": {"steps": 40}, "stock": {"model": {"num_experts": 64}}}
+    assert execute.check(notebook, changes) == changes | {"limits": {}}
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="limits=.* is not checked"):
+        execute.check(notebook, {"limits": {"low": 1}})
+    with pytest.raises(ConfigError, match="train='40' is str, not dict"):
+        execute.check(notebook, {"train": "40"})
+
+
 @given(st.sampled_from(["3e-1", "1e5", "2E+3", "1e10", "-4e-2", "0.3", "1.5e3", "+7e1"]) | st.floats(allow_nan=False, allow_infinity=False).map(repr))
 def test_the_advised_spelling_is_a_number_to_yaml(text):
     advised = execute._number(text, float).split("write ")[1].removesuffix(", without quotes")
