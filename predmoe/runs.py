@@ -81,7 +81,7 @@ class Run:
         for name, needed in (("timing.json", TIMING), ("provenance.json", {})):
             if (source := self.path / name).exists():
                 read_json(source, needed)
-        if (self.path / "metrics.jsonl").exists() and self.finished:   # of an unfinished run the last line may be half written
+        if self.finished and (self.path / "metrics.jsonl").exists():   # of an unfinished run the last line may be half written
             self.metrics()
 
     def measurement(self, how: Measurement) -> dict | None:
