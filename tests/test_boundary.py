@@ -51,7 +51,7 @@ def told(folder, gains) -> dict:
 @pytest.fixture(scope="module")
 def without(tmp_path_factory):
     """As in the reference study: LoRA moves nothing (its noise is the baseline's), and the more of the model is trained the more it moves."""
-    return told(tmp_path_factory.mktemp("without"), dict(zip(boundary.PARTS, (1e-4, 0.4, 0.9, 2.0))))
+    return told(tmp_path_factory.mktemp("without"), dict(zip(boundary.PARTS, (-1e-4, 0.4, 0.9, 2.0))))
 
 
 @pytest.fixture(scope="module")
