@@ -86,6 +86,38 @@ def test_a_read_that_the_kernel_does_not_take_is_made_another_way(queued):
         assert engine.generate(house().prompts, max_new_tokens=5) == [tokens[:5] for tokens in house().tokens]
 
 
+def test_a_queue_that_is_none_any_more_is_told(queued):
+    """As in a process that was forked: the system refuses the queue, again and again."""
+    with opened(house().folder, cache=Cache(slots=2)) as engine:
+        io = engine.experts.control.io
+        assert one_by_one(engine, slice(0, 1))
+        engine.experts.quiet()
+        context, io.at[kernelqueue.CONTEXT] = int(io.at[kernelqueue.CONTEXT]), 4096
+        with pytest.raises(EngineError, match="the kernel's queue of reads no longer answers"):
+            one_by_one(engine)
+        io.at[kernelqueue.CONTEXT] = context
+        assert one_by_one(engine) and engine.experts.leaked() == 0
+
+
+def test_direct_reads_that_are_refused_while_running_are_made_by_the_decoder(queued, monkeypatch):
+    said = []
+    with opened(house().folder, cache=Cache(slots=2), announce=said.append) as engine:
+        io, system, refused = engine.experts.control.io, os.preadv, []
+        direct = engine.file.descriptor
+
+        def preadv(descriptor, buffers, offset):
+            if descriptor == direct:
+                refused.append(offset)
+                raise OSError(22, "Invalid argument")
+            return system(descriptor, buffers, offset)
+
+        io.address[:] += 1   # no alignment: the kernel refuses what the queue hands over
+        engine.file._preadv = preadv
+        assert one_by_one(engine) and engine.experts.leaked() == 0 and len(refused) == 1
+        summary = engine.summary()
+        assert summary.io_mode == "buffered" and summary.reads_by.startswith("the decoder, one at a time") and len(said) == 1
+
+
 def test_a_queue_that_gives_no_answer_is_told_within_the_patience(queued):
     """The kernel is asked to wait for a pipe that nobody writes to."""
     read, write = os.pipe()

@@ -29,6 +29,7 @@ from . import kernelqueue
 from .layout import Manifest
 from .storage import DIRECT, BlockFile, Buffers, EngineError, ReadError
 
+SIGNALS = 1000                          # in a row without a read between them
 VERIFY = ("first", "always", "never")   # when a block's checksum is computed
 
 
@@ -80,7 +81,7 @@ class ExpertCache:
         self._preload()
         why = self._open_queue(lanes, manifest)
         self.queued = not why   # whether reads go through the kernel's queue
-        self.reads_by = "kernel queue" if self.queued else f"threads ({why})"
+        self._threads_why, self._signals = why, (0, 0)
         self._threads = [] if self.queued else [threading.Thread(target=self._work, name=f"reader {i}", daemon=True) for i in range(lanes)]
         for thread in self._threads:
             thread.start()
@@ -100,6 +101,13 @@ class ExpertCache:
             return f"the kernel gives no queue: {why}"
         self.control.take(io=io)
         return ""
+
+    @property
+    def reads_by(self) -> str:
+        """Who reads, in words."""
+        if not self.queued:
+            return f"threads ({self._threads_why})"
+        return "kernel queue" if self._file.mode == DIRECT else "the decoder, one at a time (the kernel queue's direct reads were refused while running)"
 
     @property
     def stalled(self) -> float:
@@ -181,6 +189,16 @@ class ExpertCache:
                 raise fault
         elif code == ctl.LATE:
             self._late()
+        elif code == ctl.SIGNAL:
+            self._signalled()
+
+    def _signalled(self) -> None:
+        """A signal came, whose handler runs when this returns; or the queue is none any more (of a process that was forked, say), which comes back without end."""
+        reads, times = self._file.reads, self._signals[1]
+        self._signals = (reads, times + 1) if reads == self._signals[0] else (reads, 1)
+        if self._signals[1] > SIGNALS:
+            self._signals = (reads, 0)
+            raise EngineError("the kernel's queue of reads no longer answers: open the engine again, in the process that generates")
 
     def _look(self) -> Exception | None:
         """Check the blocks that are to be checked, read again what was not read whole; returns the fault of one that is awaited."""
@@ -237,6 +255,8 @@ class ExpertCache:
             code = self.control.waited()
             if code == ctl.LOOK:
                 self._look()   # of sets that were given up, or guesses: nobody waits
+            elif code == ctl.SIGNAL:
+                self._signalled()
             elif code == ctl.LATE:
                 raise EngineError(f"the disk gave no answer for {self._patience:g} s")
         while at[dq.ACTIVE]:
