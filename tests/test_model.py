@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY, lively, their_model, tokens_of
 from watch import Watch
 
-import predmoe.model
+import predmoe.checkpoint
 from predmoe import kernels
 from predmoe.checkpoint import from_olmoe, load_checkpoint, model_config, olmoe_config, save_checkpoint, to_olmoe
 from predmoe.config import TIERS, ConfigError, ModelConfig
@@ -282,7 +282,7 @@ def test_a_failed_save_leaves_the_last_good_checkpoint(checkpoint, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(predmoe.model, "save_file", full)
+    monkeypatch.setattr(predmoe.checkpoint, "save_file", full)
     with pytest.raises(OSError, match="No space"):
         save_checkpoint(lively(seed=5, num_layers=2, vocab_size=17), checkpoint)
     after = load_checkpoint(checkpoint)
