@@ -262,14 +262,14 @@ class FinewebEdu:
 
 def _reach_hub() -> None:
     """Raise ConfigError within seconds where the hub does not answer: `datasets` would try for half a minute without a word."""
+    import datasets
     import httpx
-    from huggingface_hub import constants
 
     failed = []
 
     def ask():
         try:
-            httpx.head(constants.ENDPOINT, timeout=REACH_SECONDS)
+            httpx.head(datasets.config.HF_ENDPOINT, timeout=REACH_SECONDS)
         except (OSError, httpx.HTTPError) as error:
             failed.append(type(error).__name__)
 
