@@ -36,6 +36,7 @@ from .config import ConfigError
 from .files import parse_json
 
 KERNEL = "python3"
+KERNEL_SECONDS = 300   # to start within, on a machine that does other work as well
 SECTIONS = ("model", "train", "data", "objective", "predictor", "posthoc")   # of a configuration: `config.tier` refuses what they have not
 
 
@@ -164,6 +165,7 @@ def execute(notebook: Path, out: Path, params: Mapping | None = None, *, stdout:
             papermill.execute_notebook(
                 str(notebook), str(running), {name: values[name] for name in params},
                 kernel_name=KERNEL, language="python", progress_bar=False, stdout_file=stdout,
+                start_timeout=KERNEL_SECONDS,
             )  # fmt: skip
     except PapermillExecutionError as error:
         os.replace(running, failed)
