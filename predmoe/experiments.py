@@ -122,11 +122,11 @@ def by_horizon(table: pd.DataFrame, value: str) -> pd.DataFrame:
 
 
 def tradeoff(arms: Sequence[Mapping], predictor: str) -> pd.DataFrame:
-    """Columns arm, seed, horizon, loss_change (fraction), gain (hit@k), both against the same seed's baseline (itself included)."""
+    """Columns arm, seed, horizon, loss_change (fraction), gain (hit@k), load (load entropy as a ratio), all against the same seed's baseline (itself included)."""
     bases = {row["seed"]: row for row in arms if row["arm"] == "baseline"}
     return pd.DataFrame([
         {"arm": row["arm"], "seed": row["seed"], "horizon": int(h), "loss_change": row["val_loss"] / bases[row["seed"]]["val_loss"] - 1,
-         "gain": hit - bases[row["seed"]]["hit"][predictor][h]}
+         "gain": hit - bases[row["seed"]]["hit"][predictor][h], "load": row["load_entropy"] / bases[row["seed"]]["load_entropy"]}
         for row in arms for h, hit in row["hit"][predictor].items()
     ])  # fmt: skip
 

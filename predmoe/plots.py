@@ -8,6 +8,7 @@ they first appear; "baseline" is always drawn in the same look.
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -23,6 +24,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 LINES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)))
 REFERENCE = dict(marker="D", color="#B03A2E", markerfacecolor="white", markeredgewidth=1.3, markersize=6, linestyle="none")
 GATE = dict(color="#B03A2E", linestyle=(0, (4, 2)), linewidth=1)
+CROSSED = dict(marker="x", color="#111111", markersize=12, markeredgewidth=1.3, linestyle="none", zorder=5)
 SEED = dict(marker="o", markersize=4, markerfacecolor="white", linestyle="none")
 PREDICTORS = {
     "linear": "linear", "ranking": "ranking MLP", "cotrained": "co-trained head", "next_router": "next layer's router",
@@ -100,10 +102,10 @@ def forest(effects: pd.DataFrame, *, label: str = "effect on hit@k (points)", sc
 
 @_styled
 def frontier(table: pd.DataFrame, *, gate: float) -> Figure:
-    """Columns horizon, loss_change (fraction of the paired baseline's), gain (hit@k above the paired baseline's).
+    """Columns horizon, loss_change (fraction of the paired baseline's), gain (hit@k above the paired baseline's), load (load entropy over the paired baseline's).
 
     One panel per horizon: what an arm costs against what it brings, the baseline at the origin; `gate`: the largest
-    loss change allowed, as a fraction.
+    loss change allowed, as a fraction. An arm that fails the gate by its mean load entropy is crossed out.
     """
     horizons = sorted(table.horizon.unique())
     figure, axes = _panels(len(horizons), height=3.3, width=2.9, sharey=True)
@@ -113,9 +115,12 @@ def frontier(table: pd.DataFrame, *, gate: float) -> Figure:
         for arm in list(looks)[1:]:
             part = table[(table.arm == arm) & (table.horizon == horizon)]
             _cloud(ax, 100 * part.loss_change, 100 * part.gain, looks[arm])
+            if part.load.mean() < stats.MIN_LOAD_ENTROPY_RATIO:
+                ax.plot(100 * part.loss_change.mean(), 100 * part.gain.mean(), **CROSSED)
         ax.set(title=f"h = {horizon}", xlabel="validation loss against\nthe baseline's (%)")
     axes[0].set_ylabel("gain in hit@k (points)")
-    _legend(figure, table, [Line2D([], [], **GATE, label="quality gate")])
+    uneven = table.groupby("arm").load.mean().min() < stats.MIN_LOAD_ENTROPY_RATIO
+    _legend(figure, table, [Line2D([], [], **GATE, label="quality gate"), *([Line2D([], [], **CROSSED, label="fails it by load")] if uneven else [])])
     return figure
 
 
@@ -297,13 +302,14 @@ def shares(*axes, axis: str = "y", whole: float = 1.0) -> None:
 
 
 def _looks(table: pd.DataFrame) -> dict[str, dict]:
-    """Colour, marker and line of each arm; the first look is the baseline's and stays free where it is not in the table."""
+    """Colour, marker and line of each arm; the first look is the baseline's and stays free where it is not in the table.
+
+    Beyond six arms colours come again with the next marker and line, so that no two look alike.
+    """
     arms = list(dict.fromkeys(table.arm))
     first = 0 if "baseline" in arms else 1
-    return {
-        arm: {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
-        for i, arm in enumerate(arms, start=first)
-    }
+    turn = lambda looks, i: looks[(i + i // len(COLORS)) % len(looks)]  # noqa: E731
+    return {arm: {"color": COLORS[i % len(COLORS)], "marker": turn(MARKERS, i), "linestyle": turn(LINES, i)} for i, arm in enumerate(arms, start=first)}
 
 
 def _dodged(table, spread: float = 0.5, looks=None):
@@ -372,11 +378,17 @@ def _lines(ax, wide, look) -> None:
 
 
 def _legend(figure, table, extra=(), *, seeds=True, points=True, columns=None, names={}) -> None:
-    """Arms, by other `names` where these are given, then `extra`, then what a seed looks like: an open point, or (points=False) a thin line; in `columns`, else in one row."""
+    """Arms, by other `names` where these are given, then `extra`, then what a seed looks like: an open point, or (points=False) a thin line; in `columns`,
+    else in as few rows as the figure is wide enough for."""
     looks = {arm: look if points else look | {"marker": ""} for arm, look in _looks(table).items()}
     handles = [*(Line2D([], [], **look, label=names.get(arm, arm)) for arm, look in looks.items()), *extra]
     if seeds and points:
         handles.append(Line2D([], [], **SEED, markeredgecolor="#555555", label="one seed"))
     elif seeds:
         handles.append(Line2D([], [], color="#555555", linewidth=0.7, label="one seed"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=columns or len(handles))
+    if columns is None:
+        size = plt.rcParams["legend.fontsize"] / 72   # inches; a letter is about half as wide as it is high
+        widths = [(plt.rcParams["legend.handlelength"] + plt.rcParams["legend.columnspacing"] + 0.6 * len(handle.get_label())) * size for handle in handles]
+        rows = math.ceil(sum(widths) / figure.get_figwidth())
+        columns = math.ceil(len(handles) / rows)
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns)

@@ -13,6 +13,9 @@ from predmoe import experiments, plots, results
 
 ARMS = study()
 DOSES = study(arms={"baseline": 0.0, "input 0.03": 0.2, "input 0.3": 1.0, "input 1": 1.5}) + study(seeds=(0,), arms={"both 0.3": 1.2, "both 1": 1.6})
+MANY = study(arms={"baseline": 0.0} | {f"{gradient} {dose}": 5 * dose for gradient in ("input", "both") for dose in (0.03, 0.1, 0.3, 1)})
+for row in MANY:
+    row["load_entropy"] *= 0.8 if row["arm"].startswith("both") else 1
 
 
 def curves():
@@ -37,6 +40,7 @@ FIGURES = {
     "forest": lambda arms=ARMS: plots.forest(experiments.forest_table(
         experiments.hit_effects(arms, "joint", "baseline", predictors=["linear", "ranking"]), experiments.reference_effects())),
     "frontier": lambda arms=ARMS: plots.frontier(experiments.tradeoff(arms, "ranking"), gate=0.005),
+    "frontier of many": lambda arms=None: plots.frontier(experiments.tradeoff(MANY, "ranking"), gate=0.005),
     "dose": lambda arms=None: plots.dose(experiments.doses(DOSES, "ranking"), gate=0.005),
     "convergence": lambda arms=ARMS: plots.convergence(experiments.posthoc_curves(arms)),
     "layers": lambda arms=ARMS: plots.layers(experiments.per_layer(arms, "ranking")),
@@ -60,6 +64,23 @@ def test_every_axis_is_labelled_and_units_are_given(name):
         assert labels, f"an axis of {name} has no label"
     shown = " ".join(ax.get_xlabel() + ax.get_ylabel() for ax in drawn(name).axes)
     assert any(unit in shown for unit in ("points", "share", "nats", "%", "hit@k")), f"{name} shows no unit"
+
+
+def test_of_many_arms_no_two_look_alike():
+    looks = [(look["color"], look["marker"]) for look in plots._looks(pd.DataFrame(MANY)).values()]
+    assert len(set(looks)) == len(looks) == 9
+
+
+def test_an_arm_that_fails_the_gate_by_its_load_is_crossed_out():
+    """On every panel, and in no figure whose arms all pass."""
+
+    def crosses(name):
+        return sorted(round(float(line.get_xdata()[0]), 6) for ax in drawn(name).axes for line in ax.lines if line.get_marker() == "x")
+
+    table = experiments.tradeoff(MANY, "ranking")
+    uneven = table[table.arm.str.startswith("both")].groupby(["horizon", "arm"]).loss_change.mean()
+    assert crosses("frontier of many") == sorted(round(100 * value, 6) for value in uneven)
+    assert crosses("frontier") == []
 
 
 @pytest.mark.parametrize("name", FIGURES)
