@@ -113,10 +113,14 @@ def step_memory(config: RunConfig, *, sequences: int | None = None) -> dict[str,
 
 
 def check_memory(config: RunConfig, available: int | None = None) -> None:
-    """Raise ConfigError where what a process holds between steps is more than the machine's memory, or `available` bytes: it would be killed sooner or later."""
-    available = psutil.virtual_memory().total if available is None else available
-    if step_memory(config)["held"] > available:
+    """Raise ConfigError where what a process holds, between steps or in one, is more than the machine's memory, or `available` bytes: it would be killed sooner or later."""
+    available, needed = psutil.virtual_memory().total if available is None else available, step_memory(config)
+    if needed["held"] > available:
         raise ConfigError(too_large(config, f"this machine has {available:,}"))
+    if needed["held"] + needed["step"] > 1.2 * available:   # the formula is right within a tenth
+        t = config.train
+        raise ConfigError(f"batch_size={t.batch_size} sequences of {config.model.context} tokens in {t.accumulate} part(s) take {needed['step']:,.0f} bytes a step beside {needed['held']:,.0f} held, "
+                          f"more than this machine's memory ({available:,}); lower batch_size, or raise accumulate")
 
 
 def too_large(config: RunConfig, why: str) -> str:

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("train", help="train one model and print its folder")
     command.add_argument("--tier", default="smoke", help=f"one of {', '.join(config.TIERS)} (default: smoke)")
-    command.add_argument("--seed", type=int, default=0, help="initialisation seed (default: 0)")
+    command.add_argument("--seed", type=int, help="initialisation seed, the same as --set train.seed=N (default: 0)")
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
                          help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
     command.add_argument("--store", type=Path, help="the run store's folder (default: the one of the tier's profile)")
@@ -142,7 +142,10 @@ def _plan(options) -> int:
 
 
 def _train(options) -> int:
-    run_config = config.tier(options.tier, seed=options.seed, **sections(options.changes))
+    changes = sections(options.changes)
+    if options.seed is not None and changes.get("train", {}).get("seed", options.seed) != options.seed:
+        raise ConfigError(f"--seed {options.seed} and --set train.seed={changes['train']['seed']} differ; give one of them")
+    run_config = config.tier(options.tier, seed=options.seed, **changes)
     from . import runs
 
     profile = {"a": "tier_a", "b": "tier_b"}.get(options.tier, options.tier)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from .cli_traces import _horizon, _told, may_write
-from .config import ConfigError
+from .config import SEEDS, ConfigError, within
 
 
 def add(commands) -> None:
@@ -85,6 +85,10 @@ def _generate(options) -> int:
     from .engine.text import Text
     from .simulator import Cache, Prefetch
 
+    for name, value in (("cache-mb", options.cache_mb), ("temperature", options.temperature)):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"--{name} {value:g}: a number from 0 on is needed")
+    within("--seed", options.seed, *SEEDS)
     may_write(options.record, options.json, but=[options.future] if options.future else [])
     manifest = load_manifest(options.model)
     text = Text(options.model, manifest) if options.prompt or manifest.tokenizer else None

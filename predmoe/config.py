@@ -289,6 +289,8 @@ class FinetuneConfig:
 
     def check(self, model: ModelConfig, data: DataConfig) -> None:
         """Raise ConfigError unless a run of this shape and text can start from the stock run."""
+        if self.trained == "lora" and self.rank > (most := max(model.hidden_size, model.expert_size)):
+            raise ConfigError(f"rank={self.rank} must be at most {most}, the larger side of the model's matrices: a larger one adds nothing")
         if self.stock is None:
             return   # looked at when it is loaded
         found = self.stock.model

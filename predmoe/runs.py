@@ -22,7 +22,7 @@ from predmoe import children
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
 from predmoe.files import read_config, read_json, read_lines, write_json
 from predmoe.posthoc import heads_file
-from predmoe.train import TIMING, is_complete, is_finished
+from predmoe.train import TIMING, check_weights, is_complete, is_finished
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
@@ -142,6 +142,7 @@ def get_or_train(config: RunConfig, *, store: Path, nproc: int = 1, engine: str 
     run = open_run(config, store)
     if not run.has_checkpoint:
         _work([(run, [])], parallel=1, report=report, nproc=nproc, engine=engine)
+    check_weights(run.path)
     return run
 
 

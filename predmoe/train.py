@@ -16,6 +16,7 @@ import math
 import os
 import pickle
 import time
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from predmoe.checkpoint import save_checkpoint
 from predmoe.config import ConfigError, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe.evaluation import Heads, evaluate
-from predmoe.files import read_json, reason, write_json
+from predmoe.files import read_json, read_lines, reason, write_json
 from predmoe.loader import Loader
 from predmoe.model import MoEModel
 from predmoe.objectives import stack, terms
@@ -210,10 +211,13 @@ class Trainer:
                 self._log.write_text("")
             return
         try:
+            check_archive(self._state)
             state = torch.load(self._state, map_location=self.config.train.device, weights_only=True)
             self.take_up(state)
             self.step, self.seconds = state["step"], state["seconds"]
-        except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
+            if type(self.step) is not int or not 0 <= self.step <= self.config.train.steps or type(state["log_bytes"]) is not int:
+                raise ValueError(f"it says step {self.step!r} of {self.config.train.steps}")
+        except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise TrainingError(f"cannot resume from {self._state}: it is damaged or of another run ({why}); {BEGIN_ANEW}") from error
         self.cut_log(state["log_bytes"], self._state)
@@ -241,6 +245,7 @@ class Trainer:
             raise TrainingError(f"cannot resume from {source}: {self._log.name} has {found} bytes, at step {self.step} it had {logged}; {BEGIN_ANEW}")
         if self.leader:
             os.truncate(self._log, logged)
+            read_lines(self._log)   # damage is found out now and not when the run is over
 
     def log(self, **values) -> None:
         with self._saving(), open(self._log, "a") as file:
@@ -396,10 +401,24 @@ class Trainer:
         self.progress(f"trained to other bits than before (held-out loss {finished['val_loss']:.6f}, was {known['val_loss']:.6f}), so its measurements are made anew")
 
 
+def check_archive(path: Path) -> None:
+    """Raise BadZipFile where a file of torch.save is not what was written: torch itself loads flipped bits without a word."""
+    with zipfile.ZipFile(path) as archive:
+        if (broken := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"the checksum of {broken} is not that of its bytes")
+
+
 def weights_hash(checkpoint: Path) -> str:
     """12 hex digits that name the weights of a checkpoint."""
     with open(checkpoint / "model.safetensors", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ConfigError where the checkpoint of the finished run in `folder` no longer holds the weights that it ended with."""
+    found = weights_hash(folder / "checkpoint")
+    if (ended := read_json(folder / "finished.json").get("weights", found)) != found:
+        raise ConfigError(f"the checkpoint's weights changed after the run {folder} ended (they were {ended}, now {found}): restore them, or remove the folder to train the run again")
 
 
 def load_predictor(folder: Path, config: RunConfig) -> Predictor | None:

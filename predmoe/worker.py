@@ -25,7 +25,7 @@ from predmoe.files import read_config, read_json, read_lines, reason, write_json
 from predmoe.locking import FolderLock, describe
 from predmoe.posthoc import heads_file, measure
 from predmoe.runs import open_run
-from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, is_complete, load_predictor, weights_hash
+from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, check_weights, is_complete, load_predictor, weights_hash
 
 FURTHER = {"locality": LocalityConfig, "downstream": DownstreamConfig}   # measurements besides the post-hoc one
 
@@ -37,6 +37,8 @@ def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKP
         (folder / "state.pt").unlink(missing_ok=True)  # left by a kill in the very last step
         sharding.remove(folder)
         return
+    if (folder / "checkpoint").exists() and not (folder / "checkpoint").is_dir():
+        raise ConfigError(f"{folder / 'checkpoint'} is no folder; remove it, the weights are written there")
     if team is None and config.train.device == "cpu":
         check_memory(config)
     options = {"checkpoint_seconds": checkpoint_seconds, "pause_after": pause_after, "progress": progress}
@@ -80,10 +82,9 @@ def text_of(folder: Path, config: RunConfig) -> Tokens:
         from predmoe.finetune import prepare_text
 
         tokens = prepare_text(config)
-    ended = read_json(folder / "finished.json")
-    for what, key, found in ((f"the text of {config.data.corpus!r}", "data_hash", tokens.hash), ("the checkpoint's weights", "weights", weights_hash(folder / "checkpoint"))):
-        if ended.get(key, found) != found:
-            raise ConfigError(f"{what} changed after the run {folder} ended (it was {ended[key]}, now {found}): restore it, or remove the folder to train the run again")
+    if (ended := read_json(folder / "finished.json").get("data_hash", tokens.hash)) != tokens.hash:
+        raise ConfigError(f"the text of {config.data.corpus!r} changed after the run {folder} ended (it was {ended}, now {tokens.hash}): restore it, or remove the folder to train the run again")
+    check_weights(folder)
     return tokens
 
 

@@ -119,6 +119,19 @@ def test_train_builds_the_configuration_and_prints_the_folder(house, monkeypatch
     assert cli.main(["train", "--store", "elsewhere"]) == 0 and seen[1][1] == Path("elsewhere")
 
 
+def test_a_seed_among_the_changes_counts_and_two_that_differ_are_refused(house, monkeypatch, capsys):
+    from predmoe import runs
+
+    seen = []
+    monkeypatch.setattr(runs, "get_or_train", lambda run, *, store, report: seen.append(run.train.seed) or SimpleNamespace(path=store / run.hash))
+    for arguments in ([], ["--set", "train.seed=5"], ["--seed", "5"], ["--seed", "5", "--set", "train.seed=5"], ["--seed", "0"]):
+        assert cli.main(["train", *arguments]) == 0
+    assert seen == [0, 5, 5, 5, 0]
+    capsys.readouterr()
+    assert cli.main(["train", "--seed", "4", "--set", "train.seed=5"]) == 2
+    assert capsys.readouterr().err == "predmoe: --seed 4 and --set train.seed=5 differ; give one of them\n"
+
+
 def test_a_run_that_fails_is_code_1(monkeypatch, capsys):
     from predmoe import runs
 

@@ -133,6 +133,10 @@ def test_a_failing_disk_ends_with_a_sentence_and_the_summary(monkeypatch, capsys
     (["--max-new-tokens", "131"], "6 tokens and 131 new ones exceed the model's context of 136"),
     (["--verify", "no"], "verify='no' is unknown"),
     (["--threads", "0"], "--threads 0: at least one"),
+    (["--cache-mb", "nan"], "--cache-mb nan: a number from 0 on is needed"),
+    (["--cache-mb", "inf"], "--cache-mb inf: a number from 0 on is needed"),
+    (["--temperature", "nan"], "--temperature nan: a number from 0 on is needed"),
+    (["--temperature", "1", "--seed", "-99999999999999999999"], "--seed=-99999999999999999999 must lie in"),
     (["--record", "/none/t.trace"], "/none: no such folder to write t.trace in"),
     (["--future", "/none.trace"], "/none.trace: No such file or directory"),
 ])  # fmt: skip

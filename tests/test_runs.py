@@ -116,7 +116,15 @@ def test_a_run_whose_text_or_weights_changed_is_not_measured(pair, measured, tmp
     (folder / f"{name}.json").unlink()
     (folder / "finished.json").write_text(json.dumps(json.loads((folder / "finished.json").read_text()) | {key: "0" * 12}))
     assert worker.main([str(folder), "--posthoc", name]) == 2
-    assert re.search(said + r".*restore it, or remove the folder", capsys.readouterr().err) and not (folder / f"{name}.json").exists()
+    assert re.search(said + r".*restore (it|them), or remove the folder", capsys.readouterr().err) and not (folder / f"{name}.json").exists()
+
+
+def test_a_finished_run_whose_weights_file_is_cut_is_not_called_done(pair, measured, tmp_path):
+    folder = shutil.copytree(measured[0] / pair[1].hash, tmp_path / pair[1].hash)
+    weights = folder / "checkpoint" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="the checkpoint's weights changed after the run .*restore them, or remove the folder"):
+        runs.get_or_train(pair[1], store=tmp_path)
 
 
 def test_a_run_goes_on_with_no_other_text(pair, measured, corpus, tmp_path):

@@ -447,6 +447,56 @@ def test_a_log_shorter_than_its_checkpoint_says_is_refused_not_filled_with_zeros
     assert (folder / "metrics.jsonl").read_text() == "{"
 
 
+@pytest.mark.parametrize("change", [{"step": "x"}, {"step": -5}, {"step": 99}, {"log_bytes": "x"}])
+def test_a_checkpoint_that_says_what_cannot_be_is_refused(corpus, tmp_path, capsys, change):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    trainer = Trainer(tiny(corpus), folder)
+    trainer.restore()
+    trainer.save()
+    torch.save(torch.load(folder / "state.pt") | change, folder / "state.pt")
+    assert worker.main([str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"predmoe: cannot resume from {folder / 'state.pt'}: it is damaged") and said.count("\n") == 1
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_noticed(corpus, tmp_path, capsys):
+    """torch would load it without a word, and the run end with other weights."""
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    trainer = Trainer(tiny(corpus), folder)
+    trainer.restore()
+    trainer.save()
+    state = bytearray((folder / "state.pt").read_bytes())
+    state[len(state) // 2] ^= 1
+    (folder / "state.pt").write_bytes(state)
+    assert worker.main([str(folder)]) == 2
+    assert "it is damaged or of another run (the checksum of" in capsys.readouterr().err
+
+
+def test_a_damaged_line_of_the_log_is_found_when_the_run_goes_on_and_not_when_it_is_over(corpus, tmp_path, capsys):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    trainer = Trainer(tiny(corpus), folder)
+    trainer.restore()
+    trainer.log(terms={"lm": 9.0})
+    trainer.save()
+    log = folder / "metrics.jsonl"
+    log.write_bytes(bytes(log.stat().st_size))
+    assert worker.main([str(folder)]) == 2
+    assert f"{log}, line 1 is damaged" in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_the_checkpoints_folder_is_told_before_training(corpus, tmp_path, capsys):
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    (folder / "checkpoint").write_text("")
+    assert worker.main([str(folder)]) == 2
+    assert f"{folder / 'checkpoint'} is no folder; remove it" in capsys.readouterr().err and not (folder / "metrics.jsonl").exists()
+
+
+def test_a_batch_too_large_for_memory_is_a_sentence(corpus, tmp_path, capsys):
+    folder = folder_of(tiny(corpus, batch_size=100_000_000), tmp_path / "run")
+    assert worker.main([str(folder)]) == 2
+    assert "batch_size=100000000 sequences" in (said := capsys.readouterr().err) and "lower batch_size" in said and said.count("\n") == 1
+
+
 def test_a_damaged_configuration_is_a_sentence(corpus, tmp_path, capsys):
     folder = folder_of(tiny(corpus), tmp_path / "run")
     (folder / "config.json").write_text("{")
