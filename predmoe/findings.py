@@ -61,8 +61,14 @@ def corrected(effects: Sequence[Mapping]) -> str:
     """The Holm-corrected p values of a family in words."""
     if effects[0]["p_holm"] is None:
         return "With a single seed there is no test."
+    return f"Corrected for {len(effects)} horizons (Holm), {_holm(effects)}."
+
+
+def _holm(effects: Sequence[Mapping]) -> str:
+    if effects[0]["p_holm"] is None:
+        return "no test"
     values, at = " / ".join(_p(e["p_holm"]) for e in effects), " / ".join(str(e["horizon"]) for e in effects)
-    return f"Corrected for {len(effects)} horizons (Holm), p = {values} at h = {at}."
+    return f"p = {values} at h = {at}"
 
 
 def say_extremes(table: pd.DataFrame, by: str, arm: str) -> str:
@@ -209,13 +215,17 @@ def answers(claims: Sequence[Mapping], found: Mapping[str, Mapping]) -> list[str
     (reuse,) = experiments.scalar_effects(arms, "joint", "baseline", {"reuse": "share of k"})
     kept = say(reuse, "Joint training", "the reuse of experts from token to token", "points")
     paired = f"Paired t intervals over {effects[0]['n']} seeds ({name})." if effects[0]["ci95"] else f"One seed ({name})."
+    extended, first = [], found.get("02_horizons") if name != "02_horizons" else None
+    if first:
+        smaller = experiments.hit_effects(first["arms"], "joint", "baseline", predictors=[experiments.PRIMARY])
+        extended.append(f"02_horizons, the smaller comparison that these seeds extend, has {_holm(smaller)} over its {_seeds(smaller[0])}: where the two differ, what is established hangs on the further seeds.")
     placebo = say_placebo([e for e in found.get("02_horizons", {}).get("effects", []) if e.get("variation")])
     return [
         f"**Does it work?** {works} Verdict on the reference study's claim: {gain['verdict']} ({deciding.reason(gain)}).",
         f"**How much, compared with the reference study?** {compared[:1].upper() + compared[1:] or 'No horizon in common'}.",
         f"**What is it worth?** {' '.join(say_worth(found))}",
         f"**At what cost?** The joint arm {gate['sentence']}. The reference study's claim of a small cost: {cost['verdict']}. {kept}",
-        f"**How sure?** {' '.join([paired, corrected(effects), *placebo])}",
+        f"**How sure?** {' '.join([paired, corrected(effects), *extended, *placebo])}",
         f"**Is there a better objective?** {_better(found.get('02_horizons'))}",
         f"**What failed to replicate?** {_failed(claims)}",
     ]
@@ -237,12 +247,28 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
         f"{speed['oracle']:.3f} with an oracle. Prefetching itself is worth {100 * plain['mean']:+.1f}%{left}.",
         f"The accuracies are those of our {models} models, the machine is the reference study's ({known['geometry']}), its simulator's faults mended, which also makes its one cache one for each layer.",
     ]  # fmt: skip
+    said += _other_versions(found["05_cache_simulation"])
     rows = [row for row in found.get("08_latency_sensitivity", {}).get("arms", []) if "gain_over_baseline" in row]
     if rows:
         fits, beyond = (stats.over_seeds({row["seed"]: row["gain_over_baseline"][key] for row in rows}).as_dict() for key in ("fits", "beyond"))
         slow = "nothing" if not round(100 * beyond["mean"], 2) else f"{100 * beyond['mean']:+.2f}%"
         said.append(f"By disk, with linear predictors: {slow} at {known['sensitivity']['beyond_gb_per_s']:g} GB/s, where a read outlasts a layer, and {results.effect_text(fits, 'percent')} on average over faster ones.")
     return said
+
+
+def _other_versions(result: Mapping) -> list[str]:
+    """What joint training is worth, on our accuracies, with the linear predictor, which the claims take, and by the simulator's other versions."""
+    arms = result["arms"]
+    ours = {row["seed"] for row in arms if row["arm"] == "joint-ranking"}
+    by_kind: dict[str, dict[str, Mapping]] = {"linear": {}, "ranking": {}}   # those on the reference's accuracies come before ours
+    for e in result["effects"]:
+        for kind, known in by_kind.items():
+            if (e.get("metric"), e.get("treatment"), e.get("control")) == ("tok_s", f"joint-{kind}", f"baseline-{kind}") and set(e["seeds"]) == ours:
+                known[e["variant"]] = e
+    told = [f"{variant} {results.effect_text(e, 'percent')}" for variant, e in by_kind["ranking"].items() if variant != "all mended"]
+    linear = by_kind["linear"].get("all mended")
+    said = [f"With linear predictors, by which the claims are judged, it is worth {results.effect_text(linear, 'percent')}."] if linear else []
+    return said + ([f"By other versions of the simulator, with ranking predictors: {'; '.join(told)}."] if told else [])
 
 
 def _worth(joint: Mapping) -> str:
@@ -273,6 +299,9 @@ def _failed(claims: Sequence[Mapping]) -> str:
     unclear = (stats.NOTHING_EXCLUDED, stats.NOTHING_ESTABLISHED)
     open_ones = sum(all(any(words in part["why"] for words in unclear) for part in claim.get("parts", [claim])) for claim in failed)
     shown = f" For {open_ones} of these {len(failed)} no effect on either side is established: not refuted, but not shown." if open_ones else ""
+    partly = [claim for claim in claims if claim["verdict"] == stats.PARTLY]
+    sizes = sum(stats.OTHER_SIZE in claim["why"] for claim in partly)
+    shown += f" Of the {len(partly)} that are replicated in part, {sizes} hold in direction and differ more than twofold in size." if sizes else ""
     words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
     counts = ", ".join(f"{sum(claim['verdict'] == word for claim in claims)} {word}" for word in words)
     return f"{listed}.{shown} Of {len(claims)} claims: {counts}."

@@ -84,6 +84,8 @@ def state(profile: str) -> str:
     said = [f"{len(done)} of {len(executed)} notebooks are executed at the `{profile}` profile: {listed(done) or 'none'}."]
     if done:
         said.append(f"`predmoe report --profile {profile} --only {' '.join([*numbers, '00'])}` rebuilds them from the committed measurements, without training{weights}.")
+    if "05_cache_simulation" in done:
+        said.append("What `05_cache_simulation` says of public traces needs their files, which are not part of the project (`$PREDMOE_TRACES` names their folder); without them it says that they are not there.")
     if missing:
         said.append(f"Written, and still to be executed at this profile: {listed(missing)}; `predmoe plan --profile {profile}` lists the models that are to be trained for them.")
     return "\n".join(said) + "\n\n"

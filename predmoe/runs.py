@@ -140,9 +140,10 @@ def get_or_train(config: RunConfig, *, store: Path, nproc: int = 1, engine: str 
     if nproc < 1:
         raise ConfigError(f"nproc={nproc} must be at least 1")
     run = open_run(config, store)
-    if not run.has_checkpoint:
+    if run.has_checkpoint:
+        check_weights(run.path)
+    else:
         _work([(run, [])], parallel=1, report=report, nproc=nproc, engine=engine)
-    check_weights(run.path)
     return run
 
 

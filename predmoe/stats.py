@@ -25,6 +25,7 @@ EVERY_EXCLUDED = "every interval, uncorrected since the claim is on all of them 
 NOTHING_ESTABLISHED = "nothing is established after Holm's correction"
 SIGNIFICANCE = 0.05      # of every test: a p value, corrected by Holm's rule where there are several, at or below it *establishes* an effect
 LEAST_SEEDS = 3          # below this a claim is "not tested": two seeds give a t interval of 9 standard deviations
+OTHER_SIZE = "the size differs more than twofold"
 MAGNITUDE_FACTOR = 2.0   # a mean within [1/2, 2] times the reference's has its size
 
 # The quality gate, fixed before any run of the report.
@@ -167,7 +168,7 @@ def verdict(effects: Sequence[Effect], expected: Sequence[float | str]) -> Verdi
         off = [effect.name for effect, size in zip(effects, expected) if not isinstance(size, str) and not _same_size(effect.mean, size)]
         if not off:
             return Verdict(REPLICATED, every + _and_size(expected))
-        return Verdict(PARTLY, f"{every}, but the size differs more than twofold: " + "; ".join(off))
+        return Verdict(PARTLY, f"{every}, but {OTHER_SIZE}: " + "; ".join(off))
     corrected = [ok and p <= SIGNIFICANCE for ok, p in zip(excluded, holm([effect.p for effect in effects]))]
     if any(corrected):
         held = [effect.name for effect, ok in zip(effects, corrected) if ok]

@@ -1,12 +1,13 @@
 import base64
 import json
+import re
 
 import bs4
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from predmoe import report, results
+from predmoe import paths, report, results
 
 PNG = base64.b64encode(bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000")).decode()
 TEXT = r"""# Does it *work*?
@@ -55,6 +56,17 @@ def told(folder, findings):
 
 
 # --- a page ------------------------------------------------------------------------------------------------------------
+
+def test_every_formula_of_the_notebooks_can_be_shown(capsys):
+    """Else a reader finds TeX in its place, and the report's maker a complaint at its end."""
+    shown = 0
+    for source in sorted(paths.NOTEBOOKS.glob("*.ipynb")):
+        text = "\n\n".join("".join(cell["source"]) for cell in json.loads(source.read_text())["cells"] if cell["cell_type"] == "markdown")
+        for block, inline in re.findall(r"\$\$(.+?)\$\$|(?<!\$)\$([^$\n]+?)\$", text, flags=re.DOTALL):
+            shown += 1
+            assert 'class="tex"' not in report.mathml(block or inline, "block" if block else "inline"), f"{source.name}: {block or inline}"
+    assert shown > 20 and not capsys.readouterr().err
+
 
 def test_formulas_are_mathml(house):
     executed(house, "02_horizons", new_markdown_cell(TEXT))
