@@ -14,6 +14,7 @@ import base64
 import itertools
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from . import explore, plots_explorer, results
 from .explore import DEMAND, ORACLE, ROUTER, Held, Settings
 from .explorer_widget import MEASURED, Explorer, Sources, explorer
 from .files import parse_json
-from .simulator import Outcome
+from .simulator import Outcome, SimulationWarning
 
 VERSION = 1
 FILE = "explorer.json"
@@ -61,7 +62,8 @@ def tabulate(widget: Explorer, *, grid: Mapping[str, Sequence] | None = None, ch
 
     pack = _Pack()
     settings = {row: [Settings(**first | fixed | dict(zip(axes, position))) for position in itertools.product(*(values[name] for name in axes))] for row, axes in AXES.items()}
-    with ThreadPoolExecutor() as pool:
+    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:
+        warnings.simplefilter("ignore", SimulationWarning)   # of a thousand positions some issue nothing: their rows say so
         rows = {row: pack.add(row, list(pool.map(lambda s, row=row: _position(held[s.trace, s.arm], s, row), settings[row]))) for row in AXES}
         axes = (*MACHINE, "horizon")
         maps = list(pool.map(lambda s: explore.gain_map(held[s.trace, s.arm], s)["gain"], settings["oracle"]))

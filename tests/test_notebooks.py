@@ -108,6 +108,12 @@ def test_a_committed_copy_is_small_enough_to_be_read_on_the_web(copy):
     assert copy.stat().st_size < 500_000
 
 
+@pytest.mark.parametrize("copy", sorted((paths.ROOT / "outputs").glob("*/*/*.ipynb")), ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_a_committed_copy_shows_no_warnings(copy):
+    outputs = [output for cell in json.loads(copy.read_text())["cells"] for output in cell.get("outputs", [])]
+    assert [output["text"] for output in outputs if output.get("name") == "stderr"] == []
+
+
 # Real, but as small as it goes: two layers more than the deepest horizon, four steps.
 TINY = {
     "tier": "smoke", "seeds": [0, 1],
