@@ -45,6 +45,7 @@ KINDS = ("transformers", "offload", "engine", "engine-disk", LLAMA)
 DISK = ("offload", "engine-disk", LLAMA)   # those that a memory limit is for: they can do with less than the model
 NUMBERS = ["tok_s", "ttft_ms", "peak_mb", "charged_mb", "major_faults", "read_mb", "tokens"]
 COLUMNS = ["kind", "round", *NUMBERS, "same_tokens", "memory_mb", "limited", "ran"]
+TYPES = dict.fromkeys([*NUMBERS, "same_tokens", "memory_mb"], float) | {"limited": bool, "ran": bool}   # of the columns, also where there is no row
 
 
 class PeerFailed(RuntimeError):
@@ -89,7 +90,7 @@ def compare(kinds: Sequence[str], checkpoint: Path, folder: Path, prompts: Seque
     for row in rows:
         row["same_tokens"] = _same(texts[row["kind"]], first)
     _agree(texts, spec.get("dtype"))
-    return pd.DataFrame(rows, columns=COLUMNS).astype(dict.fromkeys([*NUMBERS, "same_tokens", "memory_mb"], float) | {"limited": bool, "ran": bool})
+    return pd.DataFrame(rows, columns=COLUMNS).astype(TYPES)
 
 
 def charge_of(kind: str, checkpoint: Path, folder: Path, prompts: Sequence[Sequence[int]], **settings) -> float | None:

@@ -79,11 +79,10 @@ def state(profile: str) -> str:
     executed = _executed(profile)
     done, missing = ([name for name, ran in executed.items() if ran is which] for which in (True, False))
     numbers = [name.split("_")[0] for name in done if not name.startswith("00")]
-    weights = " (but for `11_engine`, which needs weights, and these are not committed)" if "11_engine" in done else ""
     listed = lambda names: ", ".join(f"`{name}`" for name in names)  # noqa: E731
     said = [f"{len(done)} of {len(executed)} notebooks are executed at the `{profile}` profile: {listed(done) or 'none'}."]
     if done:
-        said.append(f"`predmoe report --profile {profile} --only {' '.join([*numbers, '00'])}` rebuilds them from the committed measurements, without training{weights}.")
+        said.append(f"`predmoe report --profile {profile} --only {' '.join([*numbers, '00'])}` rebuilds them from the committed measurements, without training.")
     if "05_cache_simulation" in done:
         said.append("What `05_cache_simulation` says of public traces needs their files, which are not part of the project (`$PREDMOE_TRACES` names their folder); without them it says that they are not there.")
     if missing:

@@ -242,6 +242,21 @@ def test_a_second_execution_trains_nothing_and_differs_in_provenance_only(execut
 
 
 @pytest.mark.slow
+def test_the_engines_measurements_outlive_the_weights(executed):
+    """Executed again where the weights are gone, 11 gives the same results: a later commit needs no new timings."""
+    before = results.load("smoke", "11_engine")
+    kept = [(path, path.rename(path.with_name("away"))) for path in (executed / "runs").glob("*/checkpoint")]
+    try:
+        execute.execute(paths.NOTEBOOKS / "11_engine.ipynb", executed / "11_engine" / "11_engine.ipynb", ENGINE)
+    finally:
+        for path, away in kept:
+            away.rename(path)
+    after = results.load("smoke", "11_engine")
+    del before["provenance"], after["provenance"]
+    assert kept and before == after
+
+
+@pytest.mark.slow
 def test_one_seed_is_enough_to_run_and_is_called_untested(executed):
     execute.execute(paths.NOTEBOOKS / "02_horizons.ipynb", executed / "02_horizons" / "single.ipynb", TINY | {"seeds": [0]})
     assert any("in one seed, untested" in sentence for sentence in results.load("smoke", "02_horizons")["findings"])
