@@ -3,7 +3,8 @@
     peers   decoding with every expert in memory against transformers' generate, and with a quarter of them against accelerate's disk offload and
             llama.cpp on a mapped file (where it is installed: see `predmoe.gguf_file`). With --memory-mb or --memory-factor only those with experts on
             disk, each under the same memory limit, page cache included
-    bound   time per token over the larger of computing alone and bytes at the disk's best bandwidth: without prefetch, next layer's router, oracle
+    bound   time per token over the larger of computing alone and bytes at the disk's best bandwidth: without prefetch, next layer's router, an oracle one
+            layer ahead, and one that looks a whole token ahead and evicts by the future
     large   a model of OLMoE-1B-7B's shape (13.8 GB in bf16, written in a stream, removed at the end): peak memory, speed, bytes
     soak    many tokens with a cache of one top-k set: memory, ledger, threads
 """
@@ -125,7 +126,7 @@ def run_bound(options, folder: Path) -> tuple[dict, list[dict]]:
     shape = SIZES[options.size]
     _, out = made(shape, folder)
     prompts, g = prompts_of(shape, options.prompts, 8), engine_study.Generation(new_tokens=options.tokens, horizon=1, budget=0, lanes=4)
-    key, sources = ("random", 0), {"random": ["demand", "next_router", "oracle"]}
+    key, sources = ("random", 0), {"random": ["demand", "next_router", "oracle", "far_oracle"]}
     futures = {key: engine_study.record(out, prompts, g, sources=sources["random"], source_text="random prompts")}
     gauge = engine_study.Gauge(out, prompts_of(shape, options.prompts, 8, seed=1), g, sources=sources["random"], reads=options.reads // options.prompts)
     rows = engine_study.race({key: out}, futures, prompts, g, sources=sources, shares=[0.125, 0.25, 0.5], between=gauge.turn)

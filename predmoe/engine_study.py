@@ -20,6 +20,7 @@ from . import paths, runs, stats
 from .config import PosthocConfig, RunConfig
 from .data import prepare
 from .engine import Engine, export, stored_model
+from .engine.layout import load_manifest
 from .engine.machine import ComputeGauge, DiskGauge, ReadingGauge
 from .evaluation import evaluate
 from .checkpoint import load_checkpoint
@@ -30,15 +31,21 @@ from .simulator import diskqueue as dq
 from .traces.schema import Trace
 
 DEMAND, ORACLE = "demand", "oracle"
+FAR = "far_"   # before a source: see Generation
 QUIET = dict(announce=lambda line: None)   # the mode in force is in the results
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What every cell does: `new_tokens` after each prompt, drawn at `temperature` with `seed`; prefetch settings; `lanes` reads at a time."""
+    """What every cell does: `new_tokens` after each prompt, drawn at `temperature` with `seed`; prefetch settings; `lanes` reads at a time.
+
+    A source guesses `horizon` layers ahead. A far one guesses at every horizon of `far`; the far oracle for every layer up to one token ahead, and
+    what its cache evicts is chosen by the future as well (Belady): it shows what no predictor can exceed.
+    """
 
     new_tokens: int
     horizon: int
+    far: tuple[int, ...] = ()
     budget: int
     lanes: int
     temperature: float = 1.0
@@ -48,8 +55,24 @@ class Generation:
     def how(self) -> dict:
         return {"max_new_tokens": self.new_tokens, "temperature": self.temperature, "seed": self.seed}
 
-    def prefetch(self, source: str) -> Prefetch | None:
-        return None if source == DEMAND else Prefetch(source=source, horizon=self.horizon, budget=0 if source == ORACLE else self.budget)
+    def prefetch(self, source: str, layers: int) -> Prefetch | None:
+        """Of a model with so many layers."""
+        name, far = source.removeprefix(FAR), source.startswith(FAR)
+        if name == ORACLE:
+            return Prefetch(source=ORACLE, horizon=tuple(range(1, layers + 1)) if far else self.horizon, cross_token=far)
+        return None if name == DEMAND else Prefetch(source=name, horizon=self.far if far else self.horizon, budget=self.budget)
+
+    def cache(self, source: str, slots: int) -> Cache:
+        return Cache(slots=slots, policy="belady" if source == FAR + ORACLE else "lru")
+
+    def recorded(self, sources: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Predictor -> the horizons that a trace needs of it, so that these sources can be simulated."""
+        found: dict[str, set[int]] = {}
+        for source in sources:
+            name = source.removeprefix(FAR)
+            if name not in (DEMAND, ORACLE):
+                found.setdefault(name, set()).update(self.far if source.startswith(FAR) else (self.horizon,))
+        return {name: tuple(sorted(horizons)) for name, horizons in found.items()}
 
 
 # --- models and prompts -------------------------------------------------------------------------------------------------------
@@ -118,7 +141,8 @@ def exactness(model: MoEModel, folder: Path, prompts: Sequence[Sequence[int]], g
               sources: Sequence[str], horizons: Sequence[int]) -> pd.DataFrame:  # fmt: skip
     """One row per cache and prefetch: tokens compared with the resident model's greedy ones, how many are equal, largest difference of a logit.
 
-    Every policy without prefetch at every share and at one top-k set; every source and horizon under LRU at one top-k set and the first share.
+    Every policy without prefetch at every share and at one top-k set; every source and horizon under LRU at one top-k set and the first share, and the
+    far ones as they are.
     """
     expected, logits = resident_greedy(model, prompts, g.new_tokens)
     config = model.config
@@ -128,10 +152,11 @@ def exactness(model: MoEModel, folder: Path, prompts: Sequence[Sequence[int]], g
         engine.generate(prompts, max_new_tokens=g.new_tokens)
         future = engine.trace()
     cells = [(policy, slots, DEMAND, 0) for policy in policies for slots in sizes]
-    cells += [("lru", slots, source, h) for source in sources for h in horizons for slots in sizes[:2]]
+    cells += [("lru", slots, source, h) for source in sources if not source.startswith(FAR) for h in horizons for slots in sizes[:2]]
+    cells += [(g.cache(source, slots).policy, slots, source, g.horizon) for source in sources if source.startswith(FAR) for slots in sizes[:2]]
     rows = []
     for policy, slots, source, h in cells:
-        ahead = dataclasses.replace(g, horizon=h).prefetch(source) if h else None
+        ahead = dataclasses.replace(g, horizon=h).prefetch(source, config.num_layers)
         seen: list[torch.Tensor] = []
         with Engine(folder, cache=Cache(slots=slots, policy=policy), prefetch=ahead, lanes=g.lanes, future=future, **QUIET) as engine:
             got = engine.generate(prompts, max_new_tokens=g.new_tokens, on_logits=seen.append)
@@ -145,8 +170,7 @@ def exactness(model: MoEModel, folder: Path, prompts: Sequence[Sequence[int]], g
 
 def record(folder: Path, prompts: Sequence[Sequence[int]], g: Generation, *, sources: Sequence[str], source_text: str) -> Trace:
     """The trace of what every cell of a model will do, with the predictions of `sources`."""
-    trained = [name for name in sources if name not in (DEMAND, ORACLE)]
-    with Engine(folder, cache=Cache(slots=10**9), record={name: (g.horizon,) for name in trained}, **QUIET) as engine:
+    with Engine(folder, cache=Cache(slots=10**9), record=g.recorded(sources), **QUIET) as engine:
         for prompt in prompts:
             engine.generate([prompt], **g.how)
         return engine.trace(source=source_text, notes=f"temperature {g.temperature:g}, seed {g.seed}")
@@ -169,7 +193,7 @@ def race(folders: Mapping[tuple[str, int], Path], futures: Mapping[tuple[str, in
             for source in sources[arm]:
                 for share in shares:
                     slots = max(K, round(share * keys))
-                    engine = Engine(folder, cache=Cache(slots=slots), prefetch=g.prefetch(source), lanes=g.lanes, future=future if source == ORACLE else None, **QUIET)
+                    engine = Engine(folder, cache=g.cache(source, slots), prefetch=g.prefetch(source, future.num_layers), lanes=g.lanes, future=future if source.endswith(ORACLE) else None, **QUIET)
                     cells[arm, seed, source, share, slots] = stack.enter_context(engine)
         for number, prompt in enumerate(prompts):
             order = np.random.default_rng(number).permutation(len(cells))
@@ -224,7 +248,8 @@ class Gauge:
 
     def __init__(self, folder: Path, prompts: Sequence[Sequence[int]], g: Generation, *, sources: Iterable[str], reads: int):
         self._disk, self._reading = DiskGauge(folder, lanes=g.lanes), ReadingGauge(folder, prompts, lanes=g.lanes, **g.how)
-        asked = {source: None if source == ORACLE else g.prefetch(source) for source in (DEMAND, *sources)}   # the oracle's predictor costs nothing
+        layers = load_manifest(folder).model.num_layers
+        asked = {source: None if source.endswith(ORACLE) else g.prefetch(source, layers) for source in (DEMAND, *sources)}   # the oracle's predictor costs nothing
         self._computes = {ahead: ComputeGauge(folder, prompts, prefetch=ahead, **g.how) for ahead in dict.fromkeys(asked.values())}
         self._asked = asked
         self._disk.turn(1)   # compiles
@@ -268,7 +293,7 @@ def predicted(table: pd.DataFrame, futures: Mapping[tuple[str, int], Trace], mac
     for row in table.to_dict("records"):
         key = row["arm"], row["seed"]
         compute, alone = machine.times[row["source"]]
-        outcome = replay(futures[key], Cache(slots=int(row["slots"])), machine.disk, compute=compute, prefetch=g.prefetch(row["source"]))
+        outcome = replay(futures[key], g.cache(row["source"], int(row["slots"])), machine.disk, compute=compute, prefetch=g.prefetch(row["source"], futures[key].num_layers))
         resident = outcome.hits["resident"]
         bound = max(alone, row["decode_bytes"] / row["tokens"] / machine.gb_per_s / 1e6)
         rows.append(row | {

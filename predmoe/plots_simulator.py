@@ -18,7 +18,7 @@ from .plots import COLORS, LINES, MARKERS, REFERENCE, SEED, _point, _styled
 ARMS = {
     "demand": "no prefetch", "next-router": "next layer's router", "next_router": "next layer's router", "baseline-linear": "baseline, linear",
     "baseline-ranking": "baseline, ranking MLP", "joint-linear": "joint, linear", "joint-ranking": "joint, ranking MLP", "linear": "linear",
-    "ranking": "ranking MLP", "oracle": "oracle",
+    "ranking": "ranking MLP", "far_ranking": "ranking MLP, far", "oracle": "oracle", "far_oracle": "oracle, far",
 }  # fmt: skip
 POLICY_LOOKS = {
     "Belady": dict(color="#333333", linestyle="-", linewidth=2.2, marker=""),

@@ -67,6 +67,15 @@ def test_prefetching_changes_no_token(source, horizon, budget, slots):
         assert summary.prefetch_bytes % 12288 == 0 and summary.read_bytes == 12288 * engine.file.reads
 
 
+def test_an_oracle_sees_the_next_token():
+    h = house()
+    ahead = Prefetch(source="oracle", horizon=L, cross_token=True)   # guesses for nothing but the same layer, a token later
+    with opened(h.folder, cache=Cache(slots=12, policy="belady"), prefetch=ahead, future=h.trace) as engine:
+        assert same_logits(h, engine)
+        engine.experts.quiet()
+        assert engine.experts.ledger().issued > 0 and engine.experts.leaked() == 0
+
+
 @pytest.mark.parametrize("more", [dict(guard="idle"), dict(expire=False), dict(cancel=True, horizon=(1, 2)), dict(threshold=0.3)], ids=str)
 def test_every_way_of_prefetching_changes_no_token(more):
     h = house()
@@ -266,13 +275,19 @@ def test_no_thread_is_left():
     (dict(prefetch=Prefetch(source="next_router", horizon=4)), "horizon 4 is beyond the last layer: the model has 4 MoE layers, so at most 3"),
     (dict(prefetch=Prefetch(source="linear", budget=7)), "budget=7 and top-2 exceed the 8 experts"),
     (dict(prefetch=Prefetch(source="linear", guard="window")), "guard='window' is for the simulator only; an engine has none, idle"),
-    (dict(prefetch=Prefetch(source="linear", cross_token=True)), "cross_token is for the simulator only"),
+    (dict(prefetch=Prefetch(source="linear", cross_token=True)), "cross_token is for the simulator and the oracle only"),
     (dict(verify="sometimes"), "verify='sometimes' is unknown; choose one of first, always, never"),
     (dict(lanes=0), "lanes=0: at least one read at a time"),
 ])  # fmt: skip
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):
         opened(house().folder, **settings)
+
+
+@pytest.mark.parametrize("horizon, cross_token", [(L, False), (L + 1, True)])
+def test_an_oracle_has_a_furthest_layer(horizon, cross_token):
+    with pytest.raises(ConfigError, match=f"horizon {horizon} is beyond the last layer: the model has {L} MoE layers, so at most {horizon - 1}"):
+        opened(house().folder, prefetch=Prefetch(source="oracle", horizon=horizon, cross_token=cross_token), future=house().trace)
 
 
 def test_a_future_of_another_shape_is_refused():

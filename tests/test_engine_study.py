@@ -10,8 +10,8 @@ from predmoe.engine.machine import measure_compute, measure_disk
 from predmoe.engine_study import DEMAND, Gauge, Generation, Machine
 from predmoe.simulator import Cache, Compute, Disk, Prefetch, replay
 
-G = Generation(new_tokens=10, horizon=1, budget=1, lanes=2, temperature=1.0, seed=3)
-KEY, SOURCES, SHARES = ("baseline", 0), {"baseline": ["demand", "next_router", "ranking", "oracle"]}, [0.1, 0.4]
+G = Generation(new_tokens=10, horizon=1, far=(1, 2), budget=1, lanes=2, temperature=1.0, seed=3)
+KEY, SOURCES, SHARES = ("baseline", 0), {"baseline": ["demand", "next_router", "far_ranking", "oracle", "far_oracle"]}, [0.1, 0.4]
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,11 @@ def raced():
 
 def test_every_cell_goes_on_with_every_prompt(raced):
     prompts, futures, rows = raced
-    assert len(rows) == 3 * 4 * 2 and rows.groupby(["source", "share", "prompt"]).size().eq(1).all()
+    assert len(rows) == 3 * 5 * 2 and rows.groupby(["source", "share", "prompt"]).size().eq(1).all()
     assert (rows.tokens == 9).all() and (rows.ms > 0).all() and (rows.hits <= rows.accesses).all() and (rows.decode_bytes <= rows.read_bytes).all()
-    assert set(rows.slots) == {3, 13} and rows[rows.source == DEMAND].issued.eq(0).all() and rows[rows.source == "oracle"].issued.gt(0).any()
+    assert set(rows.slots) == {3, 13} and rows[rows.source == DEMAND].issued.eq(0).all() and rows[rows.source == "oracle"].issued.gt(0).any() and rows[rows.source == "far_oracle"].issued.gt(0).any()
     trace = futures[KEY]
-    assert trace.predictors == {"next_router": (1,), "ranking": (1,)} and trace.num_passes == 3 * 10 and trace.meta.source == "three prompts"
+    assert trace.predictors == {"next_router": (1,), "ranking": (1, 2)} and trace.num_passes == 3 * 10 and trace.meta.source == "three prompts"
 
 
 def test_without_prefetch_every_count_is_the_simulators(raced):
@@ -41,22 +41,24 @@ def test_without_prefetch_every_count_is_the_simulators(raced):
     assert (demand.error_bytes == 0).all() and (beside.error_tok_s == beside.sim_tok_s / beside.tok_s - 1).all()
     for row in beside.itertuples():
         assert row.bound_ms == pytest.approx(max(0.5, row.decode_bytes / row.tokens / 2e6)) and row.over_bound == pytest.approx(row.ms_per_token / row.bound_ms)
-    outcome = replay(futures[KEY], Cache(slots=13), Disk(gb_per_s=(1.0, 2.0), lanes=2), compute=Compute(), prefetch=Prefetch(source="ranking", budget=1))
-    assert beside[(beside.source == "ranking") & (beside.slots == 13)].sim_tok_s.item() == outcome.tokens_per_s
+    outcome = replay(futures[KEY], Cache(slots=13), Disk(gb_per_s=(1.0, 2.0), lanes=2), compute=Compute(), prefetch=Prefetch(source="ranking", horizon=(1, 2), budget=1))
+    assert beside[(beside.source == "far_ranking") & (beside.slots == 13)].sim_tok_s.item() == outcome.tokens_per_s
+    whole = replay(futures[KEY], Cache(slots=13, policy="belady"), Disk(gb_per_s=(1.0, 2.0), lanes=2), compute=Compute(), prefetch=Prefetch(source="oracle", horizon=(1, 2, 3, 4), cross_token=True))
+    assert beside[(beside.source == "far_oracle") & (beside.slots == 13)].sim_tok_s.item() == whole.tokens_per_s >= beside[(beside.source == "oracle") & (beside.slots == 13)].sim_tok_s.item()
     sentences = engine_study.say_prediction(beside)
-    assert "2 cells" in sentences[0] and "6 cells" in sentences[1] and "0.00% at most" in sentences[0]
+    assert "2 cells" in sentences[0] and "8 cells" in sentences[1] and "0.00% at most" in sentences[0]
     assert f"demand {demand.over_bound.min():.2f} to {demand.over_bound.max():.2f}" in engine_study.say_roofline(beside)
     assert plots_engine.prediction(beside).axes and plots_engine.roofline(beside).axes
 
 
 def test_cells_are_sums_over_their_prompts(raced):
     rows = raced[2]
-    cell = engine_study.cells(rows).query("source == 'ranking' and share == 0.4").iloc[0]
-    part = rows.query("source == 'ranking' and share == 0.4")
+    cell = engine_study.cells(rows).query("source == 'far_ranking' and share == 0.4").iloc[0]
+    part = rows.query("source == 'far_ranking' and share == 0.4")
     assert cell.tok_s == pytest.approx(1000 * part.tokens.sum() / part.ms.sum()) and cell.hit_rate == part.hits.sum() / part.accesses.sum()
     assert cell.issued == part.issued.max() and cell.read_bytes == part.read_bytes.sum()
     records = engine_study.arm_records(engine_study.cells(rows), 0.4)
-    assert {record["arm"] for record in records} == {"baseline-demand", "baseline-next_router", "baseline-ranking", "baseline-oracle"}
+    assert {record["arm"] for record in records} == {"baseline-demand", "baseline-next_router", "baseline-far_ranking", "baseline-oracle", "baseline-far_oracle"}
     assert len(plots_engine.race(rows).axes) == 1
 
 
@@ -72,10 +74,10 @@ def test_effects_are_paired_by_prompt_and_said_as_they_fall():
 
 def test_exactness_says_how_many_tokens_are_equal(monkeypatch):
     h = house()
-    asked = dict(policies=["lru", "lfu"], shares=[0.5], sources=["next_router", "oracle"], horizons=[1, 2])
+    asked = dict(policies=["lru", "lfu"], shares=[0.5], sources=["next_router", "oracle", "far_ranking", "far_oracle"], horizons=[1, 2])
     table = engine_study.exactness(h.model, h.folder, h.prompts, G, **asked)
-    assert len(table) == 2 * 2 + 2 * 2 * 2 and (table.tokens == 80).all() and (table.equal == 80).all() and table.logit_difference.max() < 1e-4
-    assert engine_study.say_exactness(table).startswith("Greedy tokens equal the resident model's in 12 of 12 settings")
+    assert len(table) == 2 * 2 + 2 * 2 * 2 + 2 * 2 and table.policy.eq("belady").sum() == 2 and (table.tokens == 80).all() and (table.equal == 80).all() and table.logit_difference.max() < 1e-4
+    assert engine_study.say_exactness(table).startswith("Greedy tokens equal the resident model's in 16 of 16 settings")
     other = engine_study.resident_greedy(h.model, h.prompts, G.new_tokens)
     wrong = [[(token + 1) % 61 for token in tokens] for tokens in other[0]], other[1]
     monkeypatch.setattr(engine_study, "resident_greedy", lambda *_: wrong)

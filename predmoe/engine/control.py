@@ -67,7 +67,7 @@ def _create(cache: Cache, prefetch: Prefetch | None, routing: events.Routing, gu
     horizons = np.array(prefetch.horizons if prefetch else (), np.int64)
     H = 0 if oracle else len(horizons)
     ahead = events.Guesses(horizons, oracle, np.full((H, N, L, guesses), -1, np.int16), np.zeros((H, N, L), np.int16), np.zeros((len(horizons), L)),
-                           prefetch.expire if prefetch else True, prefetch.cancel if prefetch else False, False)  # fmt: skip
+                           prefetch.expire if prefetch else True, prefetch.cancel if prefetch else False, oracle and prefetch.cross_token)  # fmt: skip
     p = dq.Settings(POLICIES.index(cache.policy), E, lanes, 0.0, np.ones(lanes + 1), True, np.ones(1), GUARDS.index(prefetch.guard if prefetch else "none"),
                     prefetch is None or bool(prefetch.promote), warmup, 0, 0, 0.0)  # fmt: skip
     own = Own(np.zeros(E, np.int32), np.zeros(E, np.int32), np.full(L * E, -1, np.int64), np.zeros(L * E if belady else 1, np.int32), np.full(L * E, -1, np.int32),

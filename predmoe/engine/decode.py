@@ -86,7 +86,7 @@ class Engine:
         self.kernel_bytes_before = kernel_bytes() or 0
         try:
             self.experts = ExpertCache(
-                self._file, self.manifest, cache, prefetch, lanes=lanes, routing=routing_of(self._future) if self._future else live_routing(config),
+                self._file, self.manifest, cache, prefetch, lanes=lanes, routing=routing_of(self._future, bool(prefetch and prefetch.cross_token)) if self._future else live_routing(config),
                 oracle=self._oracle, guesses=self._wanted, usage=np.asarray(counted).reshape(-1).astype(np.int64), verify=verify, patience=patience, warmup=warmup,
             )  # fmt: skip
         except BaseException:
@@ -376,8 +376,8 @@ def _check(cache: Cache, prefetch: Prefetch | None, future: Trace | None, usage,
         raise ConfigError("sample is for the simulator's sequential replay only")
     if prefetch is not None and prefetch.guard not in GUARDS:
         raise ConfigError(f"guard={prefetch.guard!r} is for the simulator only; an engine has {', '.join(GUARDS)}")
-    if prefetch is not None and prefetch.cross_token:
-        raise ConfigError("cross_token is for the simulator only: predictors are fitted within a token")
+    if prefetch is not None and prefetch.cross_token and prefetch.source != ORACLE:
+        raise ConfigError("cross_token is for the simulator and the oracle only: predictors are fitted within a token")
     if prefetch is not None and config.top_k + prefetch.budget > config.num_experts:
         raise ConfigError(f"budget={prefetch.budget} and top-{config.top_k} exceed the {config.num_experts} experts of a layer")
     needs = [what for what, asked in (("the oracle", prefetch is not None and prefetch.source == ORACLE), ("the policy belady", cache.policy == "belady")) if asked]
@@ -388,5 +388,6 @@ def _check(cache: Cache, prefetch: Prefetch | None, future: Trace | None, usage,
     if future is not None and (future.num_layers, future.meta.num_experts, future.meta.top_k) != (config.num_layers, config.num_experts, config.top_k):
         raise TraceError(f"the trace is of {future.num_layers} layers of {future.meta.num_experts} experts, top-{future.meta.top_k}, the model {manifest.name!r} is not")
     deepest = max(prefetch.horizons) if prefetch else 0
-    if deepest >= config.num_layers:
-        raise ConfigError(f"horizon {deepest} is beyond the last layer: the model has {config.num_layers} MoE layers, so at most {config.num_layers - 1}")
+    furthest = config.num_layers if prefetch and prefetch.cross_token else config.num_layers - 1
+    if deepest > furthest:
+        raise ConfigError(f"horizon {deepest} is beyond the last layer: the model has {config.num_layers} MoE layers, so at most {furthest}")

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..config import ModelConfig
 from ..simulator import counting, events
+from ..simulator.replay import continued
 from ..traces.schema import Trace
 
 WINDOW = 1024   # passes before the numbering begins again
@@ -19,9 +20,10 @@ def live_routing(config: ModelConfig) -> events.Routing:
                           np.zeros(1, np.int64), np.zeros(1, np.int32))  # fmt: skip
 
 
-def routing_of(trace: Trace) -> events.Routing:
-    """The trace's own arrays, with each key's uses for Belady."""
+def routing_of(trace: Trace, across: bool) -> events.Routing:
+    """The trace's own arrays, with each key's uses for Belady; `across`: the oracle looks past the token."""
     first, when = counting.occurrences(trace, counting.uses(trace))
     no = np.zeros(trace.num_passes, np.bool_)
     whole = lambda array: np.ascontiguousarray(array)  # noqa: E731
-    return events.Routing(whole(trace.experts_NLK), whole(trace.starts), whole(trace.sequence), no, no.copy(), first, when)
+    follows, runs = continued(trace, across)
+    return events.Routing(whole(trace.experts_NLK), whole(trace.starts), whole(runs), no, follows, first, when)

@@ -49,7 +49,7 @@ def replay(trace: Trace, cache: Cache, disk: Disk, *, compute: Compute = Compute
     first, when = counting.occurrences(trace, own_usage) if cache.policy == "belady" else (np.zeros(1, np.int64), np.zeros(1, np.int32))
     fresh = counting.fresh_passes(trace, cold)
     across = prefetch is not None and prefetch.cross_token
-    follows, runs = (_following(trace), _runs(trace)) if across else (np.zeros(trace.num_passes, np.bool_), trace.sequence)
+    follows, runs = continued(trace, across)
     routing = events.Routing(trace.experts_NLK, trace.starts, runs, fresh, follows, first, when)
     times = events.Times(compute.per_layer("attention_ms", L), compute.per_layer("expert_ms", L), compute.per_layer("shared_ms", L),
                          float(compute.head_ms), float(compute.extra_token), bool(compute.overlap), float(compute.fresh_ms))  # fmt: skip
@@ -133,6 +133,11 @@ def _guesses(trace: Trace, prefetch: Prefetch | None, times: events.Times) -> ev
             range_ = np.finfo(scores.dtype)
             limit[i] = (scores >= min(max(prefetch.threshold, float(range_.min)), float(range_.max))).sum(-1)
     return events.Guesses(horizons, False, experts, limit, window, prefetch.expire, prefetch.cancel, prefetch.cross_token)
+
+
+def continued(trace: Trace, across: bool) -> tuple[np.ndarray, np.ndarray]:
+    """What guesses across tokens need to know, bool [S] and int32 [N]: the passes that go on with those before them, and who is whose neighbour."""
+    return (_following(trace), _runs(trace)) if across else (np.zeros(trace.num_passes, np.bool_), trace.sequence)
 
 
 def _following(trace: Trace) -> np.ndarray:
