@@ -306,8 +306,14 @@ def say_compared(mine: Mapping, found: Sequence[Mapping], known: Mapping) -> str
 
 def say_mended(found: Sequence[Mapping], what: str) -> str:
     """The effect as published and with each fault mended, in one sentence."""
-    parts = [f"{e['variant']} {100 * e['mean']:+.1f}%" for e in found]
-    return f"{what}: {'; '.join(parts)}."
+    parts = [f"{_named(e['variant'])} {100 * e['mean']:+.1f}%" for e in found]
+    return f"{what} (faults are numbered as in 05_cache_simulation): {'; '.join(parts)}."
+
+
+def _named(variant: str) -> str:
+    """A variant in a sentence: "1 experts without replacement" is the simulator with fault 1 alone changed."""
+    number, _, rest = variant.partition(" ")
+    return f"fault {number} changed ({rest})" if number.isdigit() else variant
 
 
 def say_ranked(found: Sequence[Mapping]) -> str:
