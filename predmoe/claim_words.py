@@ -10,8 +10,8 @@ from . import claims as deciding
 from . import results
 
 METRICS = {
-    "hit.ranking": "hit@k of a fresh ranking MLP", "hit.linear": "hit@k of a fresh linear predictor", "hit.cotrained": "hit@k of the co-trained head", "static_hit": "hit@k of the most popular experts",
-    "token_id_hit": "hit@k of a token-id lookup", "margin_over_token_id.ranking": "hit@k of a fresh ranking MLP above a token-id lookup's", "val_loss": "validation loss", "reuse": "reuse",
+    "hit.ranking": "hit@k of a fresh ranking MLP", "hit.linear": "hit@k of a fresh linear predictor", "hit.cotrained": "hit@k of the co-trained head",
+    "static_hit": "hit@k of the most popular experts", "token_id_hit": "hit@k of a token-id lookup", "margin_over_token_id.ranking": "hit@k of a fresh ranking MLP above a token-id lookup's", "val_loss": "validation loss", "reuse": "reuse",
     "router_entropy": "router entropy", "router_entropy_fraction": "router entropy as a share of its maximum", "tok_s": "tokens per second", "wasted_mb": "wasted bytes",
     "ttft_ms": "time to the first token", "gain_over_baseline": "gain in tokens per second over the baseline's",
 }  # fmt: skip
@@ -60,7 +60,8 @@ def lines(measured: Mapping, measure: Mapping | None) -> list[str]:
 
 
 def rows(claims: Iterable[Mapping]) -> list[dict]:
-    """The rows of the claims table, headline claims first: statement, verdict, why, lines (`lines`), reference, notebook, headline, ran (whether the notebook was executed), part (True: of the claim above it)."""
+    """The rows of the claims table, headline claims first: statement, verdict, why, lines (`lines`), reference, notebook, headline, ran (whether the
+    notebook was executed), part (True: of the claim above it)."""
     specs, found = {spec["id"]: spec for spec in results.claim_specs()}, []
     for claim in sorted(claims, key=lambda claim: not claim["headline"]):
         spec, parts = specs.get(claim["id"], {}), claim.get("parts", []) if claim["effects"] else []
@@ -78,6 +79,8 @@ def rows(claims: Iterable[Mapping]) -> list[dict]:
 def table(claims: Iterable[Mapping]) -> pd.DataFrame:
     """Claims for reading (`rows`); a notebook that has not been executed is marked as not run. `experiments.show` breaks the lines of a cell."""
     columns = ["verdict", "claim of the reference study", "measured here, with 95% interval", "reference", "notebook"]
-    shown = pd.DataFrame([[row["verdict"], f"{'↳ part: ' if row['part'] else ''}{row['statement']}", "\n".join(row["lines"]), row["reference"], row["notebook"] + ("" if row["ran"] else " (not run)")] for row in rows(claims)], columns=columns)
+    cells = [[row["verdict"], ("↳ part: " if row["part"] else "") + row["statement"], "\n".join(row["lines"]), row["reference"], row["notebook"] + ("" if row["ran"] else " (not run)")]
+             for row in rows(claims)]  # fmt: skip
+    shown = pd.DataFrame(cells, columns=columns)
     shown.attrs["class"] = "prose"   # read, not added up: aligned to the left
     return shown

@@ -324,8 +324,10 @@ def say_machine(machine: Machine) -> list[str]:
     alone, best = experts[experts.depth == 1].iloc[0], machine.table.loc[machine.table.gb_per_s.idxmax()]
     times = ", ".join(f"{'none' if source == DEMAND else source} {ms:.2f}" for source, (_, ms) in machine.times.items() if source != ORACLE)
     return [
-        f"The disk: {disk.latency_ms:.3f} ms latency; experts of {alone.bytes / 1000:.0f} kB come at {alone.gb_per_s:.2f} GB/s with one read under way, and at {best.gb_per_s:.2f} GB/s at best, with {best.depth:.0f}.",
-        f"What reads cost the processor: {disk.issue_ms:.3f} ms at a router to hand them over, and {machine.times[DEMAND][0].fresh_ms:.3f} ms more to compute with an expert that has just been read than with one that has not.",
+        f"The disk: {disk.latency_ms:.3f} ms latency; experts of {alone.bytes / 1000:.0f} kB come at {alone.gb_per_s:.2f} GB/s with one read under way, "
+        f"and at {best.gb_per_s:.2f} GB/s at best, with {best.depth:.0f}.",
+        f"What reads cost the processor: {disk.issue_ms:.3f} ms at a router to hand them over, and {machine.times[DEMAND][0].fresh_ms:.3f} ms more to compute with "
+        "an expert that has just been read than with one that has not.",
         f"Computing alone, with every expert in memory, takes per token, with each predictor at work, in ms: {times}.",
     ]  # fmt: skip
 

@@ -32,7 +32,7 @@ def answers(claims: Sequence[Mapping], found: Mapping[str, Mapping], benchmark: 
     works = say_confirmed(experiments.with_levels(arms, effects), "With a ranking MLP, the strongest predictor that is fitted afterwards, on both models alike, joint training", "hit@k")
     gain = by_id["ranking-gain"]
     return [
-        f"**Does it work?** {_whether(effects)} {works} The reference study's claim is {_replicated(gain['verdict'])}: {_clause(deciding.reason(gain))}.",
+        f"**Does it work?** {_whether(effects)} {works} The reference study's claim is {_replicated(gain['verdict'])}, as {_clause(deciding.reason(gain))}.",
         f"**How much, compared with the reference study?** {say_size(effects)}",
         f"**What is it worth?** {' '.join(say_worth(found))}",
         f"**At what cost?** {' '.join(say_cost(found[name], by_id['quality-cost'], benchmark))}",
@@ -52,7 +52,8 @@ def details(claims: Sequence[Mapping], found: Mapping[str, Mapping]) -> list[str
         "How much": [f"At h = {e['horizon']} {compare(e, known[e['horizon']])}." for e in effects if e["horizon"] in known],
         "What is it worth": say_machine(found), "How sure": say_placebo([e for e in found.get(FIRST, {}).get("effects", []) if e.get("variation")]),
         "Is there a better objective": say_candidates(found.get(FIRST)),
-        "What failed to replicate": [f"“{claim['statement'].rstrip('.')}”, here: {claim['measured']}; in the reference study: {claim['reference']}." for claim in claims if claim["verdict"] == stats.NOT_REPLICATED],
+        "What failed to replicate": [f"“{claim['statement'].rstrip('.')}”, here: {claim['measured']}; in the reference study: {claim['reference']}."
+                                     for claim in claims if claim["verdict"] == stats.NOT_REPLICATED],
     }  # fmt: skip
     return [f"**{head}**: {' '.join(said)}" for head, said in told.items() if any(said)]
 
@@ -151,7 +152,8 @@ def say_machine(found: Mapping[str, Mapping]) -> list[str]:
     """The machine that is simulated, and what other versions of the simulator and other disks give, each with its interval."""
     if "05_cache_simulation" not in found:
         return []
-    said = [f"The machine is the reference study's ({results.reference()['simulator']['geometry']}), its simulator's faults mended, which also makes its one cache one for each layer."]
+    geometry = results.reference()["simulator"]["geometry"]
+    said = [f"The machine is the reference study's ({geometry}), its simulator's faults mended, which also makes its one cache one for each layer."]
     told = [f"{variant} {results.effect_text(e, 'percent')}" for variant, e in _by_version(found["05_cache_simulation"])["ranking"].items() if variant != "all mended"]
     said += [f"By other versions of the simulator, with ranking predictors: {'; '.join(told)}."] if told else []
     if disks := _by_disk(found):
@@ -226,7 +228,8 @@ def say_certainty(effects: Sequence[Mapping], name: str, found: Mapping[str, Map
     if effects[0]["p_holm"] is None:
         return [f"One seed ({name}), so there is no test."]
     held = [e for e in effects if e["p_holm"] <= stats.SIGNIFICANCE]
-    said = [f"Over {effects[0]['n']} seeds the effect is established at {_at(held) if held else 'no horizon'}: {_holm(effects)}, paired t tests, Holm-corrected for {len(effects)} horizons ({name})."]
+    where = _at(held) if held else "no horizon"
+    said = [f"Over {effects[0]['n']} seeds the effect is established at {where}: {_holm(effects)}, paired t tests, Holm-corrected for {len(effects)} horizons ({name})."]
     if name != FIRST and FIRST in found:
         smaller = _primary_effects(found[FIRST]["arms"])
         tested = smaller[0]["p_holm"] is not None
@@ -252,7 +255,8 @@ def say_better(horizons: Mapping | None) -> list[str]:
     first = "Not known: one seed tests nothing."
     if against[0]["ci95"]:
         better, worse = ([e for e in against if _verb(e) == verb] for verb in ("raises", "lowers"))
-        first = f"Better at {_at(better)}{f', worse at {_at(worse)}' if worse else ''}, by intervals that are not corrected." if better else f"None is shown{f'; the one tried is worse at {_at(worse)}' if worse else ''}."
+        lower = f", worse at {_at(worse)}" if worse else ""
+        first = f"The one tried is better at {_at(better)}{lower}, by intervals that are not corrected." if better else f"None is shown{lower and f'; the one tried is {lower[2:]}'}."
     gate = next(gate for gate in horizons["gates"] if gate["arm"] == "alternative")
     return [first, say_by_horizon(against, "Against the reference study's objective the alternative", "hit@k"),
             f"It {'passes' if gate['passes'] else 'FAILS'} the quality gate.", *_chosen(horizons)]  # fmt: skip
