@@ -55,8 +55,13 @@ def lines(measured: Mapping, measure: Mapping | None) -> list[str]:
         return [measured["measured"]]
     fewest, most = min(e["n"] for e in effects), max(e["n"] for e in effects)
     seeds = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' if most > 1 else ''}"
-    places = [f"h = {h}: " for h in measure.get("horizons", [])] or [f"{a} minus {b}: " for a, b in measure.get("pairs", [])] or [""]
-    return [f"{compared(measure)}, {seeds}:", *(place + deciding.effect_text(e, e["unit"]) for place, e in zip(places, effects, strict=True))]
+    places = [_whole(f"h = {h}: ") for h in measure.get("horizons", [])] or [f"{a} minus {b}: " for a, b in measure.get("pairs", [])] or [""]
+    return [f"{compared(measure)}, {seeds}:", *(place + _whole(deciding.effect_text(e, e["unit"])) for place, e in zip(places, effects, strict=True))]
+
+
+def _whole(text: str) -> str:
+    """Text that is not broken over lines."""
+    return text.replace(" ", "\u00a0")
 
 
 def rows(claims: Iterable[Mapping]) -> list[dict]:
@@ -79,8 +84,13 @@ def rows(claims: Iterable[Mapping]) -> list[dict]:
 def table(claims: Iterable[Mapping]) -> pd.DataFrame:
     """Claims for reading (`rows`); a notebook that has not been executed is marked as not run. `experiments.show` breaks the lines of a cell."""
     columns = ["verdict", "claim of the reference study", "measured here, with 95% interval", "reference", "notebook"]
-    cells = [[row["verdict"], ("↳ part: " if row["part"] else "") + row["statement"], "\n".join(row["lines"]), row["reference"], row["notebook"] + ("" if row["ran"] else " (not run)")]
-             for row in rows(claims)]  # fmt: skip
-    shown = pd.DataFrame(cells, columns=columns)
+
+    def cells(row: Mapping) -> list[str]:
+        measured = "\n".join(row["lines"])
+        if row["part"]:
+            return [row["verdict"], f"↳ part: {row['statement']}", measured, "", ""]
+        return [row["verdict"], row["statement"], measured, row["reference"], row["notebook"] + ("" if row["ran"] else " (not run)")]
+
+    shown = pd.DataFrame(map(cells, rows(claims)), columns=columns)
     shown.attrs["class"] = "prose"   # read, not added up: aligned to the left
     return shown

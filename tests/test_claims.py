@@ -275,8 +275,9 @@ def test_the_table_has_a_line_per_effect_and_a_row_per_part():
     names = table["claim of the reference study"].tolist()
     assert names == [whole["statement"], *(f"↳ part: {part['name']}" for part in whole["parts"]), single["statement"]]
     cell = table["measured here, with 95% interval"].iloc[-1]
+    cell = cell.replace("\u00a0", " ")
     assert cell.splitlines()[:2] == ["joint minus baseline: hit@k of a fresh ranking MLP, 3 seeds:", "h = 1: +2.9 points [+2.7, +3.1]"] and len(cell.splitlines()) == 4
     assert max(len(text.splitlines()) for text in table["measured here, with 95% interval"]) <= 4
     shown = experiments.show(table).data
-    assert "3 seeds:<br>h = 1: " in shown and 'class="dataframe prose"' in shown
+    assert "3 seeds:<br>h\u00a0=\u00a01:\u00a0+" in shown and 'class="dataframe prose"' in shown
     assert "&lt;b&gt;" in experiments.show(pd.DataFrame({"a": ["<b>"]})).data

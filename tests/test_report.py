@@ -161,7 +161,7 @@ def test_a_claim_of_several_parts_has_a_row_for_each_and_says_what_is_subtracted
     report.write("smoke")
     rows = page(house).select("table.claims tbody tr")
     assert [row.select("td")[1].text for row in rows] == ["Claim high-dose-cost.", "validation loss", "router entropy"]
-    assert rows[0].select("td")[2].text.startswith("2 parts") and "input 1 minus baseline: validation loss, 3 seeds:" in rows[1].text and "+0.0200 nats [+0.0100, +0.0300]" in rows[1].text
+    assert rows[0].select("td")[2].text.startswith("2 parts") and "input 1 minus baseline: validation loss, 3 seeds:" in rows[1].text and "+0.0200 nats [+0.0100, +0.0300]" in rows[1].text.replace("\u00a0", " ")
     assert "input 1 minus baseline, relative to baseline: router entropy" in rows[2].text and rows[0].a["href"] == "03_dose.html" and not rows[1].a
 
 
