@@ -338,6 +338,25 @@ def say_exactness(table: pd.DataFrame) -> str:
             f"the largest difference of a logit is {worst:.1e}.")  # fmt: skip
 
 
+def disk_table(table: pd.DataFrame) -> pd.DataFrame:
+    """`DiskGauge.table` for reading."""
+    return table.rename(columns={"depth": "reads under way", "bytes": "bytes of each", "ms": "ms until the last has come", "gb_per_s": "GB/s, one following another"})
+
+
+def say_machine(machine: Machine) -> list[str]:
+    """The disk and the processor as the simulator is told of them, one sentence for each thing that was measured."""
+    disk, experts = machine.disk, machine.table[machine.table.bytes == machine.table.bytes.max()]
+    alone, best = experts[experts.depth == 1].iloc[0], machine.table.loc[machine.table.gb_per_s.idxmax()]
+    times = ", ".join(f"{'none' if source == DEMAND else source} {ms:.2f}" for source, (_, ms) in machine.times.items() if not source.endswith(ORACLE))
+    return [
+        f"The disk: {disk.latency_ms:.3f} ms latency; experts of {alone.bytes / 1000:.0f} kB come at {alone.gb_per_s:.2f} GB/s with one read under way, "
+        f"and at {best.gb_per_s:.2f} GB/s at best, with {best.depth:.0f}.",
+        f"What reads cost the processor: {disk.issue_ms:.3f} ms at a router to hand them over, and {machine.times[DEMAND][0].fresh_ms:.3f} ms more to compute with "
+        "an expert that has just been read than with one that has not.",
+        f"Computing alone, with every expert in memory, takes per token, with each predictor at work, in ms: {times}.",
+    ]  # fmt: skip
+
+
 def say_effect(effect: Mapping) -> str:
     """One effect over prompts as a sentence."""
     low, high = effect["ci95"] if effect["ci95"] else (float("nan"),) * 2
@@ -362,4 +381,6 @@ def say_prediction(table: pd.DataFrame) -> list[str]:
 def say_roofline(table: pd.DataFrame) -> str:
     parts = [f"{source} {part.over_bound.min():.2f} to {part.over_bound.max():.2f}" for source, part in table.groupby("source", sort=False)]
     bound = "the larger of computing alone and the bytes at the disk's best bandwidth"
-    return f"Time per token over its bound, {bound}: {'; '.join(parts)} (least and most over models and caches)."
+    below = int((table.over_bound < 1).sum())
+    drift = f" {below} of {len(table)} cells lie below 1: while they ran, the machine was faster than when it was measured." if below else ""
+    return f"Time per token over its bound, {bound}: {'; '.join(parts)} (least and most over models and caches).{drift}"

@@ -6,6 +6,7 @@ An arm is a name and the changes to the tier's objective that make it; `baseline
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from IPython.display import HTML
 
 from . import claims as deciding
 from . import config, results, stats
+from .claim_words import table as claims_table   # noqa: F401  notebooks show claims by this name
 from .plots import PREDICTORS
 
 # Of a further measurement: left to the run store.
@@ -276,9 +278,10 @@ def reference_doses(arms: Sequence[Mapping]) -> pd.DataFrame:
 
 
 def show(table: pd.DataFrame, digits: int = 3) -> HTML:
-    """A table for reading in a notebook: no index, no cut text, numbers to `digits` places."""
+    """A table for reading in a notebook: no index, no cut text, numbers to `digits` places, the lines of a cell one below another. Its attribute "class" is the HTML's."""
+    safe = table.map(lambda cell: html.escape(cell, quote=False).replace("\n", "<br>") if isinstance(cell, str) else cell).rename(columns=lambda name: html.escape(str(name), quote=False))
     with pd.option_context("display.max_colwidth", None):
-        return HTML(table.to_html(index=False, border=0, float_format=f"{{:.{digits}f}}".format, na_rep="–"))
+        return HTML(safe.to_html(index=False, border=0, escape=False, classes=table.attrs.get("class"), float_format=f"{{:.{digits}f}}".format, na_rep="–"))
 
 
 def effect_table(effects: Iterable[Mapping]) -> pd.DataFrame:
@@ -360,14 +363,6 @@ def variation_table(measured: Mapping[str, Sequence[Mapping]], predictor: str = 
 
 
 # --- for the report ----------------------------------------------------------------------------------------------------
-
-def claims_table(claims: Iterable[Mapping]) -> pd.DataFrame:
-    """Claims for reading, headline ones first; a notebook that has not been executed is marked as not run."""
-    shown = [claim | {"notebook": claim["notebook"] + (" (not run)" if claim["why"] == deciding.not_run(claim["notebook"]) else "")} for claim in claims]
-    ordered = sorted(shown, key=lambda claim: not claim["headline"])
-    columns = ["verdict", "statement", "measured", "reference", "notebook"]
-    return pd.DataFrame(ordered, columns=columns).rename(columns={"statement": "claim of the reference study", "measured": "measured here"})
-
 
 def provenance_table(found: Mapping[str, Mapping]) -> pd.DataFrame:
     """What each experiment's results were made with: commit, whether the code had changes, seeds, start."""

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from . import claims as deciding
 from . import experiments, results, stats
 from .plots import PREDICTORS
 
@@ -134,21 +133,28 @@ def say_confirmed(effects: Sequence[Mapping], subject: str, quantity: str) -> st
     return f"{say_by_horizon(held, subject, quantity)} Not established after Holm's correction: {told}."
 
 
-def say_doses(table: pd.DataFrame, limit: float = stats.MAX_LOSS_INCREASE) -> list[str]:
-    """Of `experiments.doses`: how the gain at the deepest horizon goes with the weight, and from which weight on the loss is above the
-    gate's limit, by means over seeds, one sentence per gradient mode."""
-    deepest, sentences = table.horizon.max(), []
+def say_doses(table: pd.DataFrame, gates: Sequence[Mapping]) -> list[str]:
+    """Of `experiments.doses`: how the gain at the deepest horizon goes with the weight, and at which weights the arm fails the quality gate (`experiments.gates`) and
+    by what, one sentence per gradient mode, means over seeds."""
+    deepest, sentences, judged = table.horizon.max(), [], {gate["arm"]: gate for gate in gates}
     for gradient, part in table[table.horizon == deepest].groupby("arm", sort=False):
-        means = part.groupby("dose")[["gain", "loss_change"]].mean()
-        steps = means.gain.diff().dropna()
-        path = ", ".join(f"{100 * gain:+z.1f} at {dose:g}" for dose, gain in means.gain.items())
-        costly = [f"{dose:g} ({100 * change:+z.1f}%)" for dose, change in means.loss_change.items() if change > limit]
+        means = part.groupby("dose").gain.mean()
+        steps = means.diff().dropna()
+        path = ", ".join(f"{100 * gain:+z.1f} at {dose:g}" for dose, gain in means.items())
+        failing = [f"{dose:g} ({_faults(gate)})" for dose in means.index if not (gate := judged[f"{gradient} {dose:g}"])["passes"]]
         rises = f"; it rises in {(steps > 0).sum()} of {len(steps)} steps of the weight" if len(steps) else ""
-        pays = f"validation loss is above the gate's +{100 * limit:g}% at {', '.join(costly)}" if costly else f"validation loss stays within the gate's +{100 * limit:g}% at every weight"
+        pays = f"FAILS the quality gate at {', '.join(failing)}" if failing else "passes the quality gate at every weight"
         seeds = part.seed.nunique()
-        sentences.append(f"Gradient {gradient}: the gain in hit@k at h = {deepest} is {path} points{rises}; {pays} "
+        sentences.append(f"Gradient {gradient}: the gain in hit@k at h = {deepest} is {path} points{rises}; the arm {pays} "
                          f"({'a single seed, exploratory' if seeds == 1 else f'means of {seeds} seeds'}).")  # fmt: skip
     return sentences
+
+
+def _faults(gate: Mapping) -> str:
+    """By what an arm fails the quality gate."""
+    loss, load = gate["val_loss"]["mean"], 1 + gate["load_entropy"]["mean"]
+    costly, uneven = loss > stats.MAX_LOSS_INCREASE, load < stats.MIN_LOAD_ENTROPY_RATIO
+    return ", ".join([f"validation loss {loss:+.1%}"] * costly + [f"load entropy {load:.2f} times the baseline's"] * uneven)
 
 
 def say_convergence(arms: Sequence[Mapping]) -> str:
@@ -192,116 +198,3 @@ def _p(value: float) -> str:
 
 def _seeds(effect: Mapping) -> str:
     return "a single seed, exploratory" if effect["n"] == 1 else f"{effect['n']} seeds"
-
-
-# --- the report's first lines --------------------------------------------------------------------------------------------
-
-def answers(claims: Sequence[Mapping], found: Mapping[str, Mapping]) -> list[str]:
-    """The report's first lines, from claims.json and the results by experiment: does it work, how much, what is it worth, at what cost, how sure, is
-    there a better objective, and what failed to replicate.
-
-    They stand on the experiment that has the comparison with most seeds (`experiments.primary`); the alternative objective on 02_horizons, which alone has it.
-    """
-    name = experiments.primary(found)
-    if name is None:
-        return ["**Does it work?** Not known in this profile: no notebook that compares joint with ordinary training (02_horizons is the first) has been run."]
-    by_id, arms = {claim["id"]: claim for claim in claims}, found[name]["arms"]
-    gain, cost = by_id["ranking-gain"], by_id["quality-cost"]
-    effects = experiments.with_levels(arms, experiments.hit_effects(arms, "joint", "baseline", predictors=[experiments.PRIMARY]))
-    works = say_confirmed(effects, "With a ranking MLP, the strongest predictor that is fitted afterwards, on both models alike, joint training", "hit@k")
-    known = {h: effect for (predictor, h), effect in experiments.reference_effects().items() if predictor == experiments.PRIMARY}
-    compared = "; ".join(f"at h = {e['horizon']} {compare(e, known[e['horizon']])}" for e in effects if e["horizon"] in known)
-    gate = next(gate for gate in found[name]["gates"] if gate["arm"] == "joint")
-    (reuse,) = experiments.scalar_effects(arms, "joint", "baseline", {"reuse": "share of k"})
-    kept = say(reuse, "Joint training", "the reuse of experts from token to token", "points")
-    paired = f"Paired t intervals over {effects[0]['n']} seeds ({name})." if effects[0]["ci95"] else f"One seed ({name})."
-    extended, first = [], found.get("02_horizons") if name != "02_horizons" else None
-    if first:
-        smaller = experiments.hit_effects(first["arms"], "joint", "baseline", predictors=[experiments.PRIMARY])
-        extended.append(f"02_horizons, the smaller comparison that these seeds extend, has {_holm(smaller)} over its {_seeds(smaller[0])}: where the two differ, what is established hangs on the further seeds.")
-    placebo = say_placebo([e for e in found.get("02_horizons", {}).get("effects", []) if e.get("variation")])
-    return [
-        f"**Does it work?** {works} Verdict on the reference study's claim: {gain['verdict']} ({deciding.reason(gain)}).",
-        f"**How much, compared with the reference study?** {compared[:1].upper() + compared[1:] or 'No horizon in common'}.",
-        f"**What is it worth?** {' '.join(say_worth(found))}",
-        f"**At what cost?** The joint arm {gate['sentence']}. The reference study's claim of a small cost: {cost['verdict']}. {kept}",
-        f"**How sure?** {' '.join([paired, corrected(effects), *extended, *placebo])}",
-        f"**Is there a better objective?** {_better(found.get('02_horizons'))}",
-        f"**What failed to replicate?** {_failed(claims)}",
-    ]
-
-
-def say_worth(found: Mapping[str, Mapping]) -> list[str]:
-    """What the predictors' hit@k is worth in simulated tokens per second (05_cache_simulation), on which machine, and what on a disk whose reads outlast
-    a layer (08_latency_sensitivity)."""
-    if "05_cache_simulation" not in found:
-        return ["Not simulated in this profile: 05_cache_simulation has not been run."]
-    arms, known = found["05_cache_simulation"]["arms"], results.reference()["simulator"]
-    models = found["05_cache_simulation"]["provenance"]["parameters"]["models"]
-    speed = {arm: float(np.mean(list(results.values_by_seed(arms, arm, "tok_s").values()))) for arm in ("demand", "baseline-ranking", "joint-ranking", "oracle")}
-    joint, plain = (experiments.relative_effect(arms, *pair, "tok_s") for pair in (("joint-ranking", "baseline-ranking"), ("baseline-ranking", "demand")))
-    room = speed["oracle"] - speed["baseline-ranking"]
-    left = f"; an oracle would add {room / speed['baseline-ranking']:.1%} to the ordinary model's" if room > 0 else ""
-    said = [
-        f"{_worth(joint)}: {speed['baseline-ranking']:.3f} → {speed['joint-ranking']:.3f} tok/s with the ranking predictor of the ordinary → of the joint model, {speed['demand']:.3f} without prefetch and "
-        f"{speed['oracle']:.3f} with an oracle. Prefetching itself is worth {100 * plain['mean']:+.1f}%{left}.",
-        f"The accuracies are those of our {models} models, the machine is the reference study's ({known['geometry']}), its simulator's faults mended, which also makes its one cache one for each layer.",
-    ]  # fmt: skip
-    said += _other_versions(found["05_cache_simulation"])
-    rows = [row for row in found.get("08_latency_sensitivity", {}).get("arms", []) if "gain_over_baseline" in row]
-    if rows:
-        fits, beyond = (stats.over_seeds({row["seed"]: row["gain_over_baseline"][key] for row in rows}).as_dict() for key in ("fits", "beyond"))
-        slow = "nothing" if not round(100 * beyond["mean"], 2) else f"{100 * beyond['mean']:+.2f}%"
-        said.append(f"By disk, with linear predictors: {slow} at {known['sensitivity']['beyond_gb_per_s']:g} GB/s, where a read outlasts a layer, and {results.effect_text(fits, 'percent')} on average over faster ones.")
-    return said
-
-
-def _other_versions(result: Mapping) -> list[str]:
-    """What joint training is worth, on our accuracies, with the linear predictor, which the claims take, and by the simulator's other versions."""
-    arms = result["arms"]
-    ours = {row["seed"] for row in arms if row["arm"] == "joint-ranking"}
-    by_kind: dict[str, dict[str, Mapping]] = {"linear": {}, "ranking": {}}   # those on the reference's accuracies come before ours
-    for e in result["effects"]:
-        for kind, known in by_kind.items():
-            if (e.get("metric"), e.get("treatment"), e.get("control")) == ("tok_s", f"joint-{kind}", f"baseline-{kind}") and set(e["seeds"]) == ours:
-                known[e["variant"]] = e
-    told = [f"{variant} {results.effect_text(e, 'percent')}" for variant, e in by_kind["ranking"].items() if variant != "all mended"]
-    linear = by_kind["linear"].get("all mended")
-    said = [f"With linear predictors, by which the claims are judged, it is worth {results.effect_text(linear, 'percent')}."] if linear else []
-    return said + ([f"By other versions of the simulator, with ranking predictors: {'; '.join(told)}."] if told else [])
-
-
-def _worth(joint: Mapping) -> str:
-    """What joint training is worth in simulated speed, in plain words whichever way it falls."""
-    if joint["ci95"] is None:
-        return f"Simulated, joint training moved tokens per second by {_moved(joint, 'percent')} in one seed, untested"
-    low, high = joint["ci95"]
-    size = f"{results.effect_text(joint, 'percent')} ({_seeds(joint)})"
-    if low <= 0 <= high:
-        return f"Simulated, joint training is worth nothing that can be told from zero, {size} in tokens per second"
-    return f"Simulated, joint training {'is worth' if low > 0 else 'COSTS speed,'} {size} in tokens per second"
-
-
-def _better(horizons: Mapping | None) -> str:
-    """The best alternative objective against the reference's, on the seeds of 02_horizons."""
-    if horizons is None or not any(row["arm"] == "alternative" for row in horizons["arms"]):
-        return "This profile does not report one yet."
-    against = experiments.hit_effects(horizons["arms"], "alternative", "joint", predictors=[experiments.PRIMARY])
-    gate = next(gate for gate in horizons["gates"] if gate["arm"] == "alternative")
-    told = say_by_horizon(against, "Against the reference study's objective, the best alternative, chosen on other seeds,", "hit@k")
-    return f"{told} It {gate['sentence']}."
-
-
-def _failed(claims: Sequence[Mapping]) -> str:
-    """The claims that were not replicated, with what was measured instead, and how many verdicts there are of each kind."""
-    failed = [claim for claim in claims if claim["verdict"] == stats.NOT_REPLICATED]
-    listed = "; ".join(f"“{claim['statement'].rstrip('.')}”, here: {claim['measured']}" for claim in failed) or "Nothing that was tested"
-    unclear = (stats.NOTHING_EXCLUDED, stats.NOTHING_ESTABLISHED)
-    open_ones = sum(all(any(words in part["why"] for words in unclear) for part in claim.get("parts", [claim])) for claim in failed)
-    shown = f" For {open_ones} of these {len(failed)} no effect on either side is established: not refuted, but not shown." if open_ones else ""
-    partly = [claim for claim in claims if claim["verdict"] == stats.PARTLY]
-    sizes = sum(stats.OTHER_SIZE in claim["why"] for claim in partly)
-    shown += f" Of the {len(partly)} that are replicated in part, {sizes} hold in direction and differ more than twofold in size." if sizes else ""
-    words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
-    counts = ", ".join(f"{sum(claim['verdict'] == word for claim in claims)} {word}" for word in words)
-    return f"{listed}.{shown} Of {len(claims)} claims: {counts}."

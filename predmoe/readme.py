@@ -11,7 +11,6 @@ from pathlib import Path
 
 from . import budget, config, corpora, corpora_large, model, paths, results
 from . import findings as words
-from .files import parse_json
 
 README = paths.ROOT / "README.md"
 DOCS = paths.ROOT / "docs" / "many_gpus.md"
@@ -106,15 +105,8 @@ def figures(profile: str, table: str) -> str:
         where = f"outputs/{profile}/{name}/{name}.ipynb" if ran else f"notebooks/{name}.ipynb"
         parameters = paths.ROOT / "params" / name / f"{profile}.yaml"
         given = f"[{profile}.yaml](params/{name}/{profile}.yaml)" if parameters.exists() else "none"
-        rows.append(f"| {asked.get(name) or _title(name)} | [{name}]({where}){'' if ran else ', not run yet'} | {given} |")
+        rows.append(f"| {asked.get(name) or results.title(name)} | [{name}]({where}){'' if ran else ', not run yet'} | {given} |")
     return "\n".join(["", *rows, "", ""])
-
-
-def _title(name: str) -> str:
-    """The heading of a notebook."""
-    cells = parse_json((paths.NOTEBOOKS / f"{name}.ipynb").read_text())["cells"]
-    heading = re.search(r"^#\s+(.+)$", "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"), flags=re.MULTILINE)
-    return heading[1].strip() if heading else name
 
 
 def screenshot(profile: str) -> str:
@@ -128,20 +120,9 @@ def screenshot(profile: str) -> str:
 
 def benchmarks() -> str:
     """The tables that the commands under benchmarks/ measured, each with the machine it ran on."""
-    parts = {path.stem: _benchmark(path) for path in sorted(BENCHMARKS.glob("*.json"))}
+    parts = {path.stem: results.benchmark(path.stem, BENCHMARKS) for path in sorted(BENCHMARKS.glob("*.json"))}
     goal = [step_goal(parts["train_step"]["tables"])] if "train_step" in parts else []
     return "".join(f"\n{text.strip()}\n" for text in [*goal, *(part["markdown"] for part in parts.values())]) + "\n"
-
-
-def _benchmark(path: Path) -> dict:
-    """One command's numbers and the table that it made of them."""
-    try:
-        found = parse_json(path.read_text())
-    except ValueError as error:   # JSON's and UTF-8's own errors are ValueErrors
-        found = error
-    if not isinstance(found, dict) or not isinstance(found.get("markdown"), str):
-        raise results.ResultError(f"{path} is damaged: run benchmarks/{path.stem}.py --json {path} again")
-    return found
 
 
 def step_goal(tables: Sequence[Mapping]) -> str:

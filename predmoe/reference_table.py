@@ -239,8 +239,9 @@ def levels(rows: pd.DataFrame, variant: str) -> pd.DataFrame:
     return shown.groupby("arm", sort=False)[columns].mean().reset_index()
 
 
-def effects(rows: pd.DataFrame, arm: str, minus: str, metric: str = "tok_s", *, relative: bool = True) -> list[dict]:
-    """`arm` against `minus` in every variant, paired by seed, as a share of `minus` (or in the metric's unit).
+def effects(rows: pd.DataFrame, arm: str, minus: str, metric: str = "tok_s", *, relative: bool = True, whose: str = "") -> list[dict]:
+    """`arm` against `minus` in every variant, paired by seed, as a share of `minus` (or in the metric's unit). `whose`: results.THEIRS or OURS, on whose hit@k the rows
+    are simulated: given, it is the effect's `accuracies` and ends its name, so that effects of both in one results.json can be told apart.
 
     Raises ResultError where a share of zero is asked for, as of the waste of a run too short to waste anything.
     """
@@ -250,8 +251,8 @@ def effects(rows: pd.DataFrame, arm: str, minus: str, metric: str = "tok_s", *, 
         values = {which: dict(zip(part.seed[part.arm == which], part.loc[part.arm == which, metric])) for which in (arm, minus)}
         if relative and not all(values[minus].values()):
             raise results.ResultError(f"{minus} has a {metric} of 0 in the variant {name!r}, so there is no relative change: replay more tokens than {int(part.tokens.iloc[0])}")
-        effect = stats.paired(values[arm], values[minus], relative=relative, name=f"{arm} - {minus}, {metric}, {name}", unit="share" if relative else metric)
-        found.append(effect.as_dict() | {"variant": name, "treatment": arm, "control": minus, "metric": metric, "family": "exploratory"})
+        effect = stats.paired(values[arm], values[minus], relative=relative, name=f"{arm} - {minus}, {metric}, {name}{whose and f', {whose}'}", unit="share" if relative else metric)
+        found.append(effect.as_dict() | {"variant": name, "treatment": arm, "control": minus, "metric": metric, "family": "exploratory"} | ({"accuracies": whose} if whose else {}))
     return found
 
 
@@ -305,8 +306,14 @@ def say_compared(mine: Mapping, found: Sequence[Mapping], known: Mapping) -> str
 
 def say_mended(found: Sequence[Mapping], what: str) -> str:
     """The effect as published and with each fault mended, in one sentence."""
-    parts = [f"{e['variant']} {100 * e['mean']:+.1f}%" for e in found]
-    return f"{what}: {'; '.join(parts)}."
+    parts = [f"{_named(e['variant'])} {100 * e['mean']:+.1f}%" for e in found]
+    return f"{what} (faults are numbered as in 05_cache_simulation): {'; '.join(parts)}."
+
+
+def _named(variant: str) -> str:
+    """A variant in a sentence: "1 experts without replacement" is the simulator with fault 1 alone changed."""
+    number, _, rest = variant.partition(" ")
+    return f"fault {number} changed ({rest})" if number.isdigit() else variant
 
 
 def say_ranked(found: Sequence[Mapping]) -> str:

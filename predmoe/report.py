@@ -26,8 +26,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from pygments.formatters import HtmlFormatter
 from traitlets.config import Config
 
-from . import claims as deciding
-from . import explorer_grid, paths, results
+from . import claim_words, explorer_grid, paths, results
 from .files import parse_json
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -76,8 +75,8 @@ def _index(profile: str, executed: Mapping[str, Path], failures: Mapping[str, st
     problem = " ".join(filter(None, (no_claims, no_results)))
     if failures and claims:
         problem = f"Not everything ran: {', '.join(failures)}. What stands below is of the last complete report."
-    return {"claims": claims, "problem": problem, "answers": [_sentence(text) for text in told.get("findings", [])], "figure": _summary(profile, told),
-            "study": results.reference(), "glossary": _sentence(results.glossary()), "reasons": {claim["id"]: deciding.reason(claim) for claim in claims},
+    return {"claims": claim_words.rows(claims), "problem": problem, "answers": [_sentence(text) for text in told.get("findings", [])], "figure": _summary(profile, told),
+            "study": results.reference(), "glossary": _sentence(results.glossary()),
             "experiments": experiments, "pages": set(executed), "ran": len(executed), "marks": MARKS,
             "tally": [(verdict, number) for verdict in MARKS if (number := sum(claim["verdict"] == verdict for claim in claims))], "explore": EXPLORE in executed}  # fmt: skip
 

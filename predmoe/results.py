@@ -14,6 +14,7 @@ import functools
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from .files import parse_json
 ASSETS = Path(__file__).parent / "assets"
 SCHEMA_VERSION = 1
 MADE_WITH = ("provenance", "measured_by", "posthoc_config", "seconds", "tokens_per_second")   # of an arm: kept under provenance
+THEIRS, OURS = "the reference's accuracies", "our accuracies"   # `accuracies` of an effect that is simulated: on whose hit@k
 ELSEWHERE = ("documents", "curves", "config", *MADE_WITH)   # of an arm: left to the run store and the CSV tables
 
 
@@ -161,6 +163,28 @@ def load_claims(profile: str) -> list[dict]:
 def reference() -> dict:
     """The reference study's numbers (assets/reference.json), with its name, author, url and what they were measured on."""
     return json.loads((ASSETS / "reference.json").read_text())
+
+
+def benchmark(name: str, folder: Path | None = None) -> dict | None:
+    """What benchmarks/NAME.py measured (outputs/benchmarks/NAME.json), with the table that it made of it as "markdown"; None where it was not run.
+    Raises ResultError where the file is damaged."""
+    path = (folder or paths.ROOT / "outputs" / "benchmarks") / f"{name}.json"
+    if not path.exists():
+        return None
+    try:
+        found = parse_json(path.read_text())
+    except ValueError as error:   # JSON's and UTF-8's own errors are ValueErrors
+        found = error
+    if not isinstance(found, dict) or not isinstance(found.get("markdown"), str):
+        raise ResultError(f"{path} is damaged: run benchmarks/{name}.py --json {path} again")
+    return found
+
+
+def title(notebook: str) -> str:
+    """The heading of a notebook in notebooks/; its name where it has none."""
+    cells = parse_json((paths.NOTEBOOKS / f"{notebook}.ipynb").read_text())["cells"]
+    heading = re.search(r"^#\s+(.+)$", "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"), flags=re.MULTILINE)
+    return heading[1].strip() if heading else notebook
 
 
 def glossary() -> str:

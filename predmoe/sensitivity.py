@@ -68,17 +68,17 @@ def advantage(accuracies_of: Mapping[int, Mapping[str, float]], *, bandwidths: S
     return pd.DataFrame(rows)
 
 
-def advantage_effects(rows: pd.DataFrame, predictor: str = "linear") -> list[dict]:
-    """One effect per variant and disk, over seeds."""
+def advantage_effects(rows: pd.DataFrame, whose: str, predictor: str = "linear") -> list[dict]:
+    """One effect per variant and disk, over seeds. `whose`: results.THEIRS or OURS, on whose hit@k the rows are simulated."""
     found = []
     for (variant, gb_per_s), part in rows[rows.predictor == predictor].groupby(["variant", "gb_per_s"], sort=False):
-        effect = stats.over_seeds(dict(zip(part.seed, part.gain)), name=f"joint over baseline, {predictor}, {gb_per_s:g} GB/s, {variant}", unit="share of tok/s")
-        found.append(effect.as_dict() | {"variant": variant, "gb_per_s": gb_per_s, "fits": bool(part.fits.iloc[0]), "predictor": predictor, "family": "exploratory"})
+        effect = stats.over_seeds(dict(zip(part.seed, part.gain)), name=f"joint over baseline, {predictor}, {gb_per_s:g} GB/s, {variant}, {whose}", unit="share of tok/s")
+        found.append(effect.as_dict() | {"variant": variant, "gb_per_s": gb_per_s, "fits": bool(part.fits.iloc[0]), "predictor": predictor, "accuracies": whose, "family": "exploratory"})
     return found
 
 
-def say_verdicts(effects: Sequence[Mapping], variant: str, known: Mapping, whose: str) -> str:
-    """The reference's two sensitivity claims, each with its verdict, on one variant's effects and `whose` accuracies."""
+def say_verdicts(effects: Sequence[Mapping], variant: str, known: Mapping) -> str:
+    """The reference's two sensitivity claims, each with its verdict, on one variant's effects."""
     found = {fits: [_effect(e) for e in effects if e["variant"] == variant and e["fits"] is fits] for fits in (True, False)}
     named = [e for e in effects if e["variant"] == variant and e["gb_per_s"] == known["beyond_gb_per_s"]]
     if not found[True] or not named:
@@ -86,9 +86,15 @@ def say_verdicts(effects: Sequence[Mapping], variant: str, known: Mapping, whose
     gains = [100 * e.mean for e in found[True]]
     first = stats.verdict(found[True], [float(np.mean(known["fits"]))] * len(found[True]))
     second = stats.verdict_absent([_effect(e) for e in named], HARMLESS)
-    return (f"With {whose}, {variant}: where a read fits into a layer the joint model gains {min(gains):+.2f}% to {max(gains):+.2f}% (published {100 * known['fits'][0]:+.1f}% to "
-            f"{100 * known['fits'][1]:+.1f}%; {first.word}: {first.why}); at {known['beyond_gb_per_s']} GB/s, where it does not, {100 * named[0]['mean']:+.2f}% (published: none; "
-            f"{second.word}: {second.why}).")  # fmt: skip
+
+    def why(reason: str) -> str:   # of the effects that a reason may name, the disks
+        for e in effects:
+            reason = reason.replace(e["name"], f"{e['gb_per_s']:g} GB/s")
+        return reason
+
+    return (f"With {named[0]['accuracies']}, {variant}: where a read fits into a layer the joint model gains {min(gains):+.2f}% to {max(gains):+.2f}% (published {100 * known['fits'][0]:+.1f}% to "
+            f"{100 * known['fits'][1]:+.1f}%; {first.word}: {why(first.why)}); at {known['beyond_gb_per_s']} GB/s, where it does not, {100 * named[0]['mean']:+.2f}% (published: none; "
+            f"{second.word}: {why(second.why)}).")  # fmt: skip
 
 
 def _effect(found: Mapping) -> stats.Effect:

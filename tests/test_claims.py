@@ -4,11 +4,12 @@ import json
 import re
 
 import jsonschema
+import pandas as pd
 import pytest
 import yaml
 from fake_measurements import measurement, study
 
-from predmoe import claims, results, stats
+from predmoe import claim_words, claims, experiments, results, stats
 
 CLAIMS = {spec["id"]: spec for spec in yaml.safe_load((results.ASSETS / "claims.yaml").read_text())}
 DECIDING = {"measure", "rule", "expected", "unit"}
@@ -248,3 +249,35 @@ def test_the_control_may_have_more_seeds_and_never_fewer():
     assert more["n"] == 3 and more["effect"]["mean"] == pytest.approx(0.01)
     fewer = claims.evaluate(spec, {"09_longer_training": {"arms": [row for row in rows if row["arm"] != "baseline 4x" or row["seed"] < 3]}})
     assert fewer["verdict"] == "not tested" and "arm 'baseline 4x' lacks seed 3" in fewer["why"]
+
+
+# --- for reading ------------------------------------------------------------------------------------------------------------
+
+def test_every_measure_of_every_claim_has_words():
+    for spec in CLAIMS.values():
+        for part in spec.get("parts", [spec]):
+            assert not re.search(r"hit\.|_|None", claim_words.compared(part["measure"])), spec["id"]
+
+
+@pytest.mark.parametrize("name, words", [
+    ("ranking-gain", "joint minus baseline: hit@k of a fresh ranking MLP"), ("quality-cost", "joint minus baseline, relative to baseline: validation loss"),
+    ("predictable-backbone", "hit@k of the co-trained head minus hit@k of a fresh linear predictor, both on joint"),
+    ("cotrained-gain", "hit@k of the co-trained head on joint minus hit@k of a fresh linear predictor on baseline"),
+    ("gain-grows-with-horizon", "joint minus baseline: hit@k of a fresh ranking MLP, at h = 4 minus at h = 1"),
+])  # fmt: skip
+def test_what_is_subtracted_from_what_is_said(name, words):
+    assert claim_words.compared(CLAIMS[name]["measure"]) == words
+
+
+def test_the_table_has_a_line_per_effect_and_a_row_per_part():
+    single, whole = claims.evaluate(CLAIMS["ranking-gain"], made((0.029, 0.043, 0.052))), claims.evaluate(CLAIMS["dose-response"], doses(LEVELS, LOSSES))
+    table = claim_words.table([whole, single])
+    names = table["claim of the reference study"].tolist()
+    assert names == [whole["statement"], *(f"↳ part: {part['name']}" for part in whole["parts"]), single["statement"]]
+    cell = table["measured here, with 95% interval"].iloc[-1]
+    cell = cell.replace("\u00a0", " ")
+    assert cell.splitlines()[:2] == ["joint minus baseline: hit@k of a fresh ranking MLP, 3 seeds:", "h = 1: +2.9 points [+2.7, +3.1]"] and len(cell.splitlines()) == 4
+    assert max(len(text.splitlines()) for text in table["measured here, with 95% interval"]) <= 4
+    shown = experiments.show(table).data
+    assert "3 seeds:<br>h\u00a0=\u00a01:\u00a0+" in shown and 'class="dataframe prose"' in shown
+    assert "&lt;b&gt;" in experiments.show(pd.DataFrame({"a": ["<b>"]})).data

@@ -48,6 +48,8 @@ def test_without_prefetch_every_count_is_the_simulators(raced):
     sentences = engine_study.say_prediction(beside)
     assert "2 cells" in sentences[0] and "8 cells" in sentences[1] and "0.00% at most" in sentences[0]
     assert f"demand {demand.over_bound.min():.2f} to {demand.over_bound.max():.2f}" in engine_study.say_roofline(beside)
+    assert f"2 of {len(beside)} cells lie below 1" in engine_study.say_roofline(beside.assign(over_bound=[0.9, 0.8] + [1.0] * (len(beside) - 2)))
+    assert "below 1" not in engine_study.say_roofline(beside.assign(over_bound=1.2))
     assert plots_engine.prediction(beside).axes and plots_engine.roofline(beside).axes
 
 
@@ -111,6 +113,9 @@ def test_a_gauge_takes_turns_and_tells_the_simulator_what_reads_cost(raced):
     assert set(machine.times) == {"demand", "ranking", "oracle"} and machine.times["oracle"] == machine.times["demand"] != machine.times["ranking"]
     assert all(compute.fresh_ms == machine.times["demand"][0].fresh_ms >= 0 for compute, _ in machine.times.values())
     assert machine.gb_per_s == machine.table.gb_per_s.max() and machine.disk.lanes == G.lanes and machine.disk.issue_ms >= 0
+    told = engine_study.say_machine(machine)
+    best = int(machine.table.depth[machine.table.gb_per_s.idxmax()])
+    assert f"and at {machine.gb_per_s:.2f} GB/s at best, with {best}." in told[0] and f"none {machine.times['demand'][1]:.2f}, ranking" in told[2] and "oracle" not in told[2]
 
 
 def test_calibration_prompts_are_none_of_the_race(tmp_path, monkeypatch):

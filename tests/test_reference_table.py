@@ -103,6 +103,16 @@ def test_effects_are_paired_by_seed(rows):
     assert effect["per_seed"] == pytest.approx((part["joint-linear"] / part["baseline-linear"] - 1).tolist())
 
 
+def test_an_effect_says_on_whose_accuracies_it_is_simulated(rows):
+    plain, ours = rt.effects(rows, "joint-linear", "baseline-linear")[0], rt.effects(rows, "joint-linear", "baseline-linear", whose=results.OURS)[0]
+    assert "accuracies" not in plain and ours["accuracies"] == results.OURS and ours["name"] == f"{plain['name']}, our accuracies" and ours["mean"] == plain["mean"]
+
+
+def test_a_fault_is_called_one_in_a_sentence():
+    told = rt.say_mended([{"variant": name, "mean": 0.01} for name in ("as published", "6 one LRU per layer")], "It is")
+    assert told.endswith(": as published +1.0%; fault 6 changed (one LRU per layer) +1.0%.")
+
+
 def test_a_share_of_nothing_is_an_error_that_says_what_to_do(rows):
     nothing = rows.assign(wasted_mb=0.0)
     with pytest.raises(results.ResultError, match="baseline-linear has a wasted_mb of 0 .* replay more tokens than 8"):

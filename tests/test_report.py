@@ -151,6 +151,20 @@ def test_the_index_has_each_claim_with_its_verdict_in_words(house):
     assert "04_isolation (not run)" in rows[0].text and rows[1].a["href"] == "02_horizons.html"
 
 
+def test_a_claim_of_several_parts_has_a_row_for_each_and_says_what_is_subtracted(house):
+    executed(house, "03_dose")
+    spec = next(spec for spec in results.claim_specs() if spec["id"] == "high-dose-cost")
+    parts = [{key: value for key, value in claim(part["name"], "partly", "03_dose").items() if key in ("measured", "effects", "verdict", "why")} | {"name": part["name"]} for part in spec["parts"]]
+    for part, of in zip(parts, spec["parts"]):
+        part["effects"][0]["unit"] = of["unit"]
+    (house.outputs / "smoke" / "claims.json").write_text(json.dumps([claim("high-dose-cost", "partly", "03_dose") | {"parts": parts}]))
+    report.write("smoke")
+    rows = page(house).select("table.claims tbody tr")
+    assert [row.select("td")[1].text for row in rows] == ["Claim high-dose-cost.", "validation loss", "router entropy"]
+    assert rows[0].select("td")[2].text.startswith("2 parts") and "input 1 minus baseline: validation loss, 3 seeds:" in rows[1].text and "+0.0200 nats [+0.0100, +0.0300]" in rows[1].text.replace("\u00a0", " ")
+    assert "input 1 minus baseline, relative to baseline: router entropy" in rows[2].text and rows[0].a["href"] == "03_dose.html" and not rows[1].a
+
+
 def test_what_has_not_run_or_failed_is_said(house):
     executed(house, "01_mechanism", new_markdown_cell("# First"))
     (house.outputs / "smoke" / "01_mechanism" / "executed.json").write_text('{"seconds": 12.3}')

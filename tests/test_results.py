@@ -12,7 +12,7 @@ import yaml
 from fake_measurements import measurement, study
 from matplotlib.figure import Figure
 
-from predmoe import experiments, findings, paths, results, stats
+from predmoe import experiments, findings, headline, paths, results, stats
 
 
 @pytest.fixture
@@ -309,10 +309,13 @@ def test_doses_and_what_is_said_of_them_by_hand():
     table = experiments.doses(arms, "ranking")
     deepest = table[table.horizon == 4].set_index(["arm", "dose", "seed"])
     assert deepest.gain["input", 1.0, 1] == pytest.approx(0.04) and deepest.loss_change["input", 0.1, 0] == pytest.approx(0.004)
-    first, second = findings.say_doses(table)
+    for row in arms:
+        row["load_entropy"] = 0.36 if row["arm"] == "both 1" else 0.9
+    first, second = findings.say_doses(table, experiments.gates(arms))
     assert first == ("Gradient input: the gain in hit@k at h = 4 is +1.0 at 0.1, +4.0 at 1 points; it rises in 1 of 1 steps of the weight; "
-                     "validation loss is above the gate's +0.5% at 1 (+2.0%) (means of 2 seeds).")  # fmt: skip
-    assert "stays within the gate's +0.5% at every weight (a single seed, exploratory)" in second
+                     "the arm FAILS the quality gate at 1 (validation loss +2.0%) (means of 2 seeds).")  # fmt: skip
+    assert "the arm FAILS the quality gate at 1 (load entropy 0.40 times the baseline's) (a single seed, exploratory)" in second
+    assert "passes the quality gate at every weight" in findings.say_doses(table[table.dose < 1], experiments.gates(arms))[0]
 
 
 def test_an_arm_with_fewer_seeds_is_paired_with_those_of_the_control_and_never_the_other_way_round():
@@ -356,12 +359,13 @@ HEADS = ["Does it ", "How much", "What is ", "At what ", "How sure", "Is there",
 
 def test_answers_without_results_say_so_and_with_them_give_every_answer(outputs):
     (outputs / "smoke").mkdir()
-    (nothing,) = findings.answers(results.update_claims("smoke"), {})
+    (nothing,) = headline.answers(results.update_claims("smoke"), {})
     assert "Not known in this profile" in nothing
     finished()
-    lines = findings.answers(results.update_claims("smoke"), results.load_all("smoke"))
+    lines = headline.answers(results.update_claims("smoke"), results.load_all("smoke"))
     assert [line.split("**")[1][:8] for line in lines] == HEADS
     assert "→" in lines[0] and "points" in lines[0] and "05_cache_simulation has not been run" in lines[2] and "(02_horizons)" in lines[4]
+    assert all(line.split("** ")[1].split(". ")[0] for line in lines) and headline.details(results.load_claims("smoke"), results.load_all("smoke")) and headline.details([], {}) == []
 
 
 def of_seeds(name, seeds, joint, outputs):
@@ -382,7 +386,7 @@ def test_answers_figure_claims_and_paper_stand_on_the_experiment_with_most_seeds
         of_seeds(name, range(5), gain, outputs)
         found = results.load_all("smoke")
         claim = next(claim for claim in results.update_claims("smoke") if claim["id"] == "ranking-gain")
-        lines = findings.answers(results.load_claims("smoke"), found)
+        lines = headline.answers(results.load_claims("smoke"), found)
         hits, effects, costs = experiments.summary_tables(found)
         means = effects.set_index(["arm", "horizon"])["mean"]
         assert experiments.primary(found) == claim["notebook"] == paper_figures.FIGURES["summary"].of(found) == name
@@ -402,30 +406,66 @@ def race(joint, oracle=1.2):
 
 
 @pytest.mark.parametrize("joint, words", [
-    ((1.01, 1.011, 1.012), "is worth +1.10% [+0.85, +1.35] (3 seeds) in tokens per second: 1.000 → 1.011 tok/s"), ((0.99, 0.989, 0.988), "COSTS speed, -1.10%"),
+    ((1.01, 1.011, 1.012), "is worth +1.10% [+0.85, +1.35] (3 seeds) in tokens per second, with ranking predictors: from 1.000 to 1.011 tok/s"), ((0.99, 0.989, 0.988), "COSTS speed, -1.10%"),
     ((0.99, 1.0, 1.01), "is worth nothing that can be told from zero, +0.00%"), ((1.02,), "moved tokens per second by +2.00% in one seed, untested"),
 ])  # fmt: skip
 def test_what_it_is_worth_is_said_plainly_whichever_way_it_falls(joint, words):
-    told = findings.say_worth(race(joint))
-    assert words in told[0] and "0.800 without prefetch and 1.200 with an oracle. Prefetching itself is worth +25.0%" in told[0] and "5 GB/s" in told[1] and "our cpu models" in told[1] and len(told) == 2
+    told = headline.say_worth(race(joint))
+    assert words in told[0] and told[1] == "Prefetching itself is worth +25.0% on the ordinary model (0.800 tok/s without), and an oracle would add 20.0% to that." and "our small cpu models" in told[2] and len(told) == 3
+    assert "5 GB/s" in headline.say_machine(race(joint))[0]
     gains = [{"arm": "joint-linear", "seed": seed, "gain_over_baseline": {"fits": 0.02 + 0.001 * seed, "beyond": 0.0}} for seed in range(3)]
-    assert "nothing at 3.5 GB/s" in findings.say_worth(race(joint) | {"08_latency_sensitivity": {"arms": gains}})[2]
+    assert headline.say_worth(race(joint) | {"08_latency_sensitivity": {"arms": gains}})[3].endswith("(3.5 GB/s) it is worth nothing.")
 
 
-def test_what_it_is_worth_by_other_versions_of_the_simulator_is_said_too():
-    """On our accuracies, whose effects come after those on the reference's; the reference's of other seeds are no answer."""
+@pytest.mark.parametrize("named", [True, False])
+def test_what_it_is_worth_by_other_versions_of_the_simulator_is_said_too(named):
+    """On our accuracies, which an effect names; of results from before it did, those of our seeds, where ours come after the reference's."""
     found = race((1.01, 1.011, 1.012))
 
-    def effect(kind, variant, mean, seeds=(0, 1, 2)):
-        pair = {"metric": "tok_s", "treatment": f"joint-{kind}", "control": f"baseline-{kind}", "variant": variant}
-        return pair | {"mean": mean, "ci95": (mean - 0.01, mean + 0.01), "n": len(seeds), "seeds": list(seeds)}
+    def effect(kind, variant, mean, whose, seeds=(0, 1, 2)):
+        pair = {"metric": "tok_s", "treatment": f"joint-{kind}", "control": f"baseline-{kind}", "variant": variant} | ({"accuracies": whose} if named else {})
+        return pair | {"mean": mean, "ci95": (mean - 0.0035, mean + 0.0035), "n": len(seeds), "seeds": list(seeds)}
 
-    theirs = [effect("ranking", "as published", 0.5, range(5)), effect("linear", "all mended", 0.6), effect("ranking", "one LRU", 0.7, range(5))]
-    ours = [effect("linear", "all mended", 0.008), effect("ranking", "as published", -0.002), effect("ranking", "all mended", 0.011), effect("ranking", "unchecked", 0.007)]
-    found["05_cache_simulation"]["effects"] = theirs + ours
-    told = findings.say_worth(found)
-    assert told[2] == "With linear predictors, by which the claims are judged, it is worth +0.80% [-0.20, +1.80]."
-    assert told[3] == "By other versions of the simulator, with ranking predictors: as published -0.20% [-1.20, +0.80]; unchecked +0.70% [-0.30, +1.70]."
+    theirs = [effect("ranking", "as published", 0.5, results.THEIRS, range(5)), effect("linear", "all mended", 0.6, results.THEIRS), effect("ranking", "one LRU", 0.7, results.THEIRS, range(5))]
+    ours = [effect(kind, variant, mean, results.OURS) for kind, variant, mean in (("linear", "all mended", 0.008), ("ranking", "as published", -0.002), ("ranking", "all mended", 0.011), ("ranking", "unchecked", 0.007))]
+    found["05_cache_simulation"]["effects"] = [*ours, *theirs] if named else [*theirs, *ours]
+    told = headline.say_worth(found)
+    assert "2 other versions of the simulator give -0.20% to +0.70%, 1 with an interval that excludes zero." in told
+    assert "With linear predictors, by which the claims are judged, it is worth +0.80% [+0.45, +1.15]." in told
+    assert headline.say_machine(found)[1] == "By other versions of the simulator, with ranking predictors: as published -0.20% [-0.55, +0.15]; unchecked +0.70% [+0.35, +1.05]."
+
+
+@pytest.mark.parametrize("means, held, words", [
+    ((0.01, 0.03), (0.01, 0.02), "Yes: a jointly trained model is easier to foretell at h = 1 and 4."),
+    ((0.01, 0.03), (0.09, 0.02), "In part: a jointly trained model is easier to foretell at h = 4; at h = 1 that is not established."),
+    ((0.01, 0.03), (0.09, 0.09), "Not shown: nothing is established at h = 1 and 4."),
+    ((-0.01, 0.03), (0.01, 0.02), "No: a jointly trained model is harder to foretell at h = 1, easier at h = 4."), ((0.01, 0.03), (None, None), "Not known: one seed tests nothing."),
+])  # fmt: skip
+def test_the_first_word_follows_what_is_established(means, held, words):
+    assert headline._whether([{"horizon": h, "mean": mean, "p_holm": p} for h, mean, p in zip((1, 4), means, held)]) == words
+
+
+def test_the_gain_beside_the_reference_s_by_hand():
+    effects = [{"horizon": h, "mean": mean, "ci95": ci95} for h, mean, ci95 in ((1, 0.0145, [0.01, 0.02]), (4, 0.052, [0.04, 0.06]))]
+    assert headline.say_size(effects) == ("The gain is 0.5 to 1.0 times that of the reference study. In points, +1.5 / +5.2 here and +2.9 / +5.2 there at h = 1 / 4; "
+                                          "our interval contains its value at h = 4.")  # fmt: skip
+    assert "-0.5 to 1.0 times that of the reference study; at h = 1 it lies on the other side." in headline.say_size([effects[0] | {"mean": -0.0145}, effects[1]])
+
+
+def test_what_the_prediction_term_costs_is_the_median_of_the_rounds_and_its_share_of_operations():
+    rounds = {"alone": [{"wall": 1.0}, {"wall": 2.0}, {"wall": 1.0}], "joint": [{"wall": 1.02}, {"wall": 1.9}, {"wall": 1.1}], "operations": {"model": 200.0, "term": 3.0}}
+    (told,) = headline.say_step(rounds)
+    assert "adds 1.5% to the operations" in told and "+2.0% to its time (one thread, median of 3 rounds" in told and "-5.0% to +10.0%" in told and headline.say_step(None) == []
+    with pytest.raises(results.ResultError, match="distributed.json has no step with the prediction term: run benchmarks/distributed.py"):
+        headline.say_step({"alone": rounds["alone"], "markdown": "older"})
+
+
+def test_the_cost_has_the_losses_of_both_arms(outputs):
+    finished()
+    result = results.load("smoke", "02_horizons")
+    first = headline.say_cost(result, {"verdict": "partly"}, None)[0]
+    means = [np.mean([row["val_loss"] for row in result["arms"] if row["arm"] == arm]) for arm in ("baseline", "joint")]
+    assert "validation loss goes from {:.3f} to {:.3f} nats per token".format(*means) in first
 
 
 def test_answers_tell_what_was_not_shown_from_what_was_refuted(outputs):
@@ -435,7 +475,7 @@ def test_answers_tell_what_was_not_shown_from_what_was_refuted(outputs):
             row["hit"]["ranking"] = {h: value - 0.05 + 0.02 * row["seed"] for h, value in row["hit"]["ranking"].items()}
     finished(arms=arms)
     claims = results.update_claims("smoke")
-    last = findings.answers(claims, results.load_all("smoke"))[-1]
+    last = headline.answers(claims, results.load_all("smoke"))[-1]
     unclear = [c for c in claims if c["verdict"] == "not replicated" and ("no interval excludes zero" in c["why"] or "nothing is established" in c["why"])]
     assert unclear and f"For {len(unclear)} of these" in last
 

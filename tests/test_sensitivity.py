@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from predmoe import reference_table, sensitivity, traces
+from predmoe import reference_table, results, sensitivity, traces
 from predmoe.traces import ABSENT
 
 BY_HORIZON = {"joint-ranking": {1: 0.93, 2: 0.9}}
@@ -55,8 +55,11 @@ def test_what_is_read_longer_than_a_layer_does_not_fit():
     rows = sensitivity.advantage({s: {"baseline-linear": 0.7, "joint-linear": 0.9} for s in (0, 1)}, bandwidths=[3.5, 5.0], variants=["as published"], tokens=8, warmup=4, progress=False)
     assert rows.set_index("gb_per_s").fits.to_dict() == {3.5: False, 5.0: True}
     assert (rows[~rows.fits].gain == 0).all() and (rows[rows.fits].gain > 0).all()
-    effects = sensitivity.advantage_effects(rows)
-    assert "not tested" in sensitivity.say_verdicts(effects, "as published", {"fits": [0.029, 0.032], "beyond_gb_per_s": 3.5}, "these")
+    effects = sensitivity.advantage_effects(rows, results.OURS)
+    assert "not tested" in sensitivity.say_verdicts(effects, "as published", {"fits": [0.029, 0.032], "beyond_gb_per_s": 3.5})
+    three = [e | {"n": 3, "ci95": [0.01 + e["mean"], 0.02 + e["mean"]], "mean": 0.015 + e["mean"]} for e in effects]
+    told = sensitivity.say_verdicts(three, "as published", {"fits": [0.00029, 0.00032], "beyond_gb_per_s": 3.5})
+    assert told.startswith("With our accuracies, as published: ") and "more than twofold: 5 GB/s); at 3.5 GB/s" in told and "is there: 3.5 GB/s)" in told
     records = sensitivity.with_gains([{"arm": "joint-linear", "seed": 0}, {"arm": "oracle", "seed": 0}], rows, 3.5)
     assert records[0]["gain_over_baseline"]["beyond"] == 0 and "gain_over_baseline" not in records[1]
 
