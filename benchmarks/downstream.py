@@ -52,7 +52,7 @@ def main() -> None:
                 if found["apart"]:
                     raise SystemExit(f"{name}: the contenders do not agree, so their times are of different work: {found}")
             mine, his = (statistics.median(times[who]) for who in ("ours", "theirs"))
-            rows.append({"task": name, "items": found["items"], "our adaptor": f"{mine:.2f} s", "harness's transformers class": f"{his:.2f} s", "ratio": f"{his / mine:.1f}x",
+            rows.append({"task": name, "items": str(found["items"]), "our adaptor": f"{mine:.2f} s", "harness's transformers class": f"{his:.2f} s", "ratio": f"{his / mine:.1f}x",
                          "largest difference": f"{found['largest_difference']:.0e} nats"})   # fmt: skip
             print(f"{name}: {his / mine:.1f}x", file=sys.stderr, flush=True)
     table = markdown(rows)
