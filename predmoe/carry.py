@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import shutil
 import tarfile
@@ -12,6 +13,7 @@ from pathlib import Path
 from .config import ConfigError, DataConfig
 from .corpora import corpus
 from .data import prepare
+from .files import read_json
 from .paths import cache_folder
 from .token_files import sound, token_folder
 from .tokenizer import load_tokenizer
@@ -56,6 +58,8 @@ def unpack(archive: Path, *, cache: Path | None = None) -> Path:
                 raise ConfigError(f"{archive} is no archive of tokens: make it with scripts/prepare_corpus.py")
             target = cache / "tokens" / folders[0].name
             if not sound(target):
+                if not sound(folders[0]):
+                    raise ConfigError(f"the token files in {archive} are damaged: make it anew with scripts/prepare_corpus.py")
                 shutil.rmtree(target, ignore_errors=True)
                 target.parent.mkdir(exist_ok=True)
                 shutil.move(folders[0], target)
@@ -64,6 +68,24 @@ def unpack(archive: Path, *, cache: Path | None = None) -> Path:
             return target
     except (OSError, tarfile.TarError, EOFError) as error:
         raise ConfigError(f"cannot unpack {archive}: {error}; carry it anew") from None
+
+
+def bring(archive: Path, config: DataConfig) -> Path | None:
+    """Unpack the archive where the tokens of the corpus are not in the cache folder yet, and return their folder; None where they are.
+
+    Raises ConfigError as `unpack`, and where the archive holds the tokens of another corpus or tokenizer.
+    """
+    with contextlib.suppress(ConfigError):   # GPT-2's vocabulary cannot be had: the archive brings it
+        if is_here(config):
+            return None
+    folder = unpack(archive)
+    if not is_here(config):
+        held = read_json(folder / "meta.json", {"corpus": str, "tokenizer": str})
+        if (held["corpus"], held["tokenizer"]) == (config.corpus, config.tokenizer):
+            raise ConfigError(f"{archive} was made by another version of this project, which reads corpus={config.corpus!r} otherwise: make it with scripts/prepare_corpus.py of this one")
+        raise ConfigError(f"{archive} holds the tokens of corpus={held['corpus']!r} under tokenizer={held['tokenizer']!r}, and wanted are those of {config.corpus!r} under {config.tokenizer!r}: "
+                          f"add --set data.corpus={held['corpus']} data.tokenizer={held['tokenizer']}, or make the other with scripts/prepare_corpus.py")  # fmt: skip
+    return folder
 
 
 def is_here(config: DataConfig) -> bool:

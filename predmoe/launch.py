@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         elastic_launch(how, sys.executable)("-u", "-m", "predmoe.worker", str(options.folder), *rest)
     except ChildFailedError as error:
-        return last_words(sentence(*first(error.failures)))
+        return last_words(sentence(*first(error.failures), kept=any((options.folder / name).exists() for name in ("state.pt", "state.json"))))
     return 0
 
 
@@ -46,11 +46,12 @@ def _said(failure) -> str:
     return "" if text.startswith("To enable traceback") else text
 
 
-def sentence(rank: int, failure) -> str:
-    """What ended first and what to do, from torch's ProcessFailure."""
+def sentence(rank: int, failure, *, kept: bool) -> str:
+    """What ended first and what to do, from torch's ProcessFailure. `kept`: whether the run has a checkpoint."""
     how = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
     why = f" ({_said(failure)})" if _said(failure) else ""
-    return f"process {rank} {how}{why}, so the others were stopped; the last checkpoint stays, and the same command goes on from it"
+    return f"process {rank} {how}{why}, so the others were stopped; " + (
+        "the last checkpoint stays, and the same command goes on from it" if kept else "no checkpoint exists yet, so the same command begins anew")
 
 
 if __name__ == "__main__":

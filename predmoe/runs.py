@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from predmoe import children
+from predmoe import children, distributed
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
 from predmoe.files import read_config, read_json, read_lines, write_json
 from predmoe.posthoc import heads_file
@@ -135,10 +135,9 @@ def open_run(config: RunConfig, store: Path) -> Run:
 def get_or_train(config: RunConfig, *, store: Path, nproc: int = 1, engine: str = "ddp", report=print) -> Run:
     """The finished run of `config` with its checkpoint; trained or resumed in a child process where need be.
 
-    `nproc` processes share each batch, as `engine` ("ddp", "fsdp", "hsdp") says; the run is the same one, and its provenance says how.
+    `nproc` processes share each batch, as `engine` ("ddp", "fsdp", "hsdp") says; the run is the same one, and its provenance says how. Raises ConfigError where they cannot (`distributed.check`).
     """
-    if nproc < 1:
-        raise ConfigError(f"nproc={nproc} must be at least 1")
+    distributed.check(config, nproc, engine)
     run = open_run(config, store)
     if run.has_checkpoint:
         check_weights(run.path)
