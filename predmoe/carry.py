@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import lzma
 import shutil
 import tarfile
 import tempfile
+import zlib
 from pathlib import Path
 
 from .config import ConfigError, DataConfig
 from .corpora import corpus
-from .data import prepare
+from .data import Tokens, prepare
 from .files import read_json
 from .paths import cache_folder
 from .token_files import sound, token_folder
@@ -25,20 +27,17 @@ PARTS = {"tokens.bin", "documents.npz", "names.json", "meta.json"}
 def pack(config: DataConfig, out: Path, *, cache: Path | None = None) -> dict:
     """Encode the corpus where need be and write its archive (tar, xz); returns its tokens, documents, bytes and hash.
 
-    Raises ConfigError where it would be larger than LIMIT: take fewer documents.
+    Raises ConfigError where it would be larger than LIMIT (take fewer documents), or cannot be written.
     """
     tokens = prepare(config, cache=cache)
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + ".partial")
-    with tarfile.open(partial, "w:xz", preset=6) as archive:
-        for name in sorted(PARTS):
-            archive.add(tokens.folder / name, f"tokens/{tokens.folder.name}/{name}")
-        if config.tokenizer == "gpt2":
-            ranks = tokens.tokenizer.encoding._mergeable_ranks
-            text = b"".join(b"%b %d\n" % (base64.b64encode(token), rank) for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
-            entry = tarfile.TarInfo("gpt2.tiktoken")
-            entry.size = len(text)
-            archive.addfile(entry, io.BytesIO(text))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _write(tokens, partial)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}; name a place that can be written and has room for it") from None
     if (size := partial.stat().st_size) > LIMIT:
         partial.unlink()
         raise ConfigError(f"the tokens of corpus={config.corpus!r} take {size / 1e6:.0f} MB packed, more than {LIMIT / 1e6:.0f}: take fewer documents, as in fineweb-edu:25000")
@@ -46,11 +45,23 @@ def pack(config: DataConfig, out: Path, *, cache: Path | None = None) -> dict:
     return {"tokens": int(tokens.offsets[-1]), "documents": len(tokens.domain), "bytes": size, "hash": tokens.hash}
 
 
+def _write(tokens: Tokens, archive: Path) -> None:
+    with tarfile.open(archive, "w:xz", preset=6) as file:
+        for name in sorted(PARTS):
+            file.add(tokens.folder / name, f"tokens/{tokens.folder.name}/{name}")
+        if tokens.config.tokenizer == "gpt2":
+            ranks = tokens.tokenizer.encoding._mergeable_ranks
+            text = b"".join(b"%b %d\n" % (base64.b64encode(token), rank) for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
+            entry = tarfile.TarInfo("gpt2.tiktoken")
+            entry.size = len(text)
+            file.addfile(entry, io.BytesIO(text))
+
+
 def unpack(archive: Path, *, cache: Path | None = None) -> Path:
     """Put an archive's files where `prepare` finds them; returns the token folder. Raises ConfigError where it is damaged or another file."""
     cache = cache or cache_folder()
-    cache.mkdir(parents=True, exist_ok=True)
     try:
+        cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch, tarfile.open(archive) as found:
             found.extractall(scratch, filter="data")
             folders = list((Path(scratch) / "tokens").iterdir()) if (Path(scratch) / "tokens").is_dir() else []
@@ -66,8 +77,10 @@ def unpack(archive: Path, *, cache: Path | None = None) -> Path:
             if (ranks := Path(scratch) / "gpt2.tiktoken").is_file():
                 ranks.replace(cache / "gpt2.tiktoken")
             return target
-    except (OSError, tarfile.TarError, EOFError) as error:
-        raise ConfigError(f"cannot unpack {archive}: {error}; carry it anew") from None
+    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise ConfigError(f"cannot unpack {archive}: it is cut off, damaged or no archive ({(str(error).splitlines() or [type(error).__name__])[0].rstrip(':')}); carry it anew") from None
+    except OSError as error:
+        raise ConfigError(f"cannot unpack {archive} into {cache}: {error.strerror or error}; name the archive that was carried, or set PREDMOE_CACHE to a folder that can be written") from None
 
 
 def bring(archive: Path, config: DataConfig) -> Path | None:

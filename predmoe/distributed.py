@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from predmoe import sharding
 from predmoe.config import ConfigError, RunConfig
+from predmoe.data import Tokens
 from predmoe.evaluation import Accumulator, Heads, evaluate
 from predmoe.files import read_json, write_json
 from predmoe.model import MoEModel
@@ -145,6 +146,13 @@ class DistributedTrainer(Trainer):
         fully_shard(whole, mesh=mesh)
         self.optimizer = optimizer_of(self.model, self.predictor, self.config.train)   # over the parts
         return whole
+
+    def text(self) -> Tokens:
+        """Text that is new here is encoded by the first process of each machine; the others read what it wrote."""
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        tokens = super().text() if first else None
+        self.team.sum(torch.zeros(1))   # whose turn it is: on the host, where waiting may take half an hour
+        return tokens or super().text()
 
     # --- a step ------------------------------------------------------------------------------------------------------
 

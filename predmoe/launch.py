@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -36,8 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def first(failures: dict) -> tuple[int, object]:
-    """The process whose end is the cause: one that was killed, else one that says why; the others fail for want of it."""
-    return min(failures.items(), key=lambda item: (item[1].exitcode >= 0, not _said(item[1]), item[1].timestamp))
+    """The process whose end is the cause: one that was killed, else one that says why, else the first; the others fail for want of it, or
+    are ended by the launcher (SIGTERM)."""
+    kind = lambda failure: 0 if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM else 1 if _said(failure) else 2  # noqa: E731
+    return min(failures.items(), key=lambda item: (kind(item[1]), item[1].timestamp))
 
 
 def _said(failure) -> str:

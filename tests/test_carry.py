@@ -125,7 +125,7 @@ def test_tokens_are_brought_where_they_are_not_and_only_the_wanted_ones(tmp_path
     wanted = DataConfig(corpus="offline-large", tokenizer="bpe8k")
     with pytest.raises(ConfigError, match=r"tokens.tar.xz holds the tokens of corpus='files:.*' under tokenizer='bpe8k', and wanted are those of 'offline-large' .* add --set data.corpus=files:"):
         carry.bring(archive, wanted)
-    with pytest.raises(ConfigError, match="cannot unpack .*nothing.tar.xz: .*No such file"):
+    with pytest.raises(ConfigError, match="cannot unpack .*nothing.tar.xz into .*: No such file"):
         carry.bring(tmp_path / "nothing.tar.xz", wanted)
 
 
@@ -156,8 +156,28 @@ def test_what_is_too_large_or_no_archive_is_refused(tmp_path, monkeypatch):
         carry.pack(config, tmp_path / "tokens.tar.xz", cache=tmp_path / "here")
     assert not list(tmp_path.glob("tokens*"))
     (tmp_path / "x").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="cannot unpack .*x: "):
-        carry.unpack(tmp_path / "x", cache=tmp_path / "there")
+    whole = tmp_path / "whole.tar.xz"
+    with tarfile.open(whole, "w:xz") as archive:
+        archive.add(tmp_path / "text", "tokens")
+    (tmp_path / "cut").write_bytes(whole.read_bytes()[:200])
+    flipped = bytearray(whole.read_bytes())
+    flipped[len(flipped) // 2] ^= 255
+    (tmp_path / "flipped").write_bytes(flipped)
+    for name in ("x", "cut", "flipped"):
+        with pytest.raises(ConfigError, match=f"^cannot unpack .*{name}: it is cut off, damaged or no archive [^\n]*; carry it anew$"):
+            carry.unpack(tmp_path / name, cache=tmp_path / "there")
+    with pytest.raises(ConfigError, match="^cannot unpack .*absent into .*: No such file or directory; name the archive"):
+        carry.unpack(tmp_path / "absent", cache=tmp_path / "there")
+    (tmp_path / "a file").touch()
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="^cannot write .*a file/tokens.tar.xz: File exists; name a place"):
+        carry.pack(config, tmp_path / "a file" / "tokens.tar.xz", cache=tmp_path / "here")
+    monkeypatch.setattr(carry, "_write", lambda tokens, path: (path.write_bytes(b"half"), (_ for _ in ()).throw(OSError(28, "No space left on device"))))
+    with pytest.raises(ConfigError, match="^cannot write .*tokens.tar.xz: No space left on device; name a place"):
+        carry.pack(config, tmp_path / "tokens.tar.xz", cache=tmp_path / "here")
+    assert not list(tmp_path.glob("tokens*"))
+    with pytest.raises(ConfigError, match="^cannot unpack .*whole.tar.xz into .*a file: .*; name the archive .* or set PREDMOE_CACHE"):
+        carry.unpack(whole, cache=tmp_path / "a file")
     with tarfile.open(tmp_path / "y", "w") as archive:
         archive.add(tmp_path / "x", "tokens/folder/x")
     with pytest.raises(ConfigError, match="is no archive of tokens"):

@@ -88,6 +88,35 @@ def test_two_processes_train_what_one_does(corpus, tmp_path, objective):
         assert not list((tmp_path / engine).glob("state*"))
 
 
+def compiled(team, config, folder):
+    """Some steps of each engine with attention compiled as on a GPU, but for the code generator."""
+    seen = {}
+    for engine in ("ddp", "fsdp"):
+        build = DistributedTrainer.parts
+
+        def parts(trainer):
+            model, *rest = build(trainer)
+            for layer in model.layers:
+                layer.attention.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+            return model, *rest
+
+        DistributedTrainer.parts = parts
+        trainer = DistributedTrainer(config, folder / engine, team, engine=engine)
+        DistributedTrainer.parts = build
+        seen[engine] = [trainer.training_step() for _ in range(2)]
+    return seen
+
+
+def test_compiled_attention_trains_the_same_under_every_engine(corpus, tmp_path):
+    config = tiny(corpus)
+    for name in ("alone", "ddp", "fsdp"):
+        folder_of(config, tmp_path / name)
+    trainer, found = Trainer(config, tmp_path / "alone"), together(2, compiled, config, tmp_path)[0]
+    alone = [trainer.training_step() for _ in range(2)]
+    for engine, steps in found.items():
+        assert all(abs(a[name] - b[name]) < 1e-5 for a, b in zip(alone, steps, strict=True) for name in a), engine
+
+
 def test_parts_of_a_batch_add_up_to_it(corpus, tmp_path):
     """Without the balance loss, whose statistics are of a part, two parts are one batch."""
     objective = JOINT | {"balance": 0.0, "lambda_sticky": 0.1}
@@ -146,6 +175,22 @@ def test_no_document_is_seen_twice_or_missed(corpus, size, accumulate):
     # And one process reads no position twice: lanes of an epoch's 16th part do not reach into one another.
     starts = np.arange(16) * stream.epoch_tokens // 16
     assert (starts[:-1] + steps * 16 <= starts[1:]).all() and starts[-1] + steps * 16 <= stream.epoch_tokens
+
+
+def encoders(team, config, folder, cache):
+    """How often this process encodes text that nobody has encoded before."""
+    from predmoe import token_files
+
+    os.environ["PREDMOE_CACHE"] = str(cache)
+    count, encode = [], token_files._encode
+    token_files._encode = lambda *arguments: (count.append(1), encode(*arguments))
+    DistributedTrainer(config, folder, team)
+    return len(count)
+
+
+def test_of_a_machines_processes_one_encodes_the_text(corpus, tmp_path):
+    config = tiny(corpus)
+    assert together(2, encoders, config, folder_of(config, tmp_path / "run"), tmp_path / "cache") == [1, 0]
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -373,6 +418,8 @@ def test_the_cause_is_told_and_not_what_followed_from_it():
     assert sentence(*first({0: lost, 1: killed}), kept=True) == (
         "process 1 was ended by signal 9, so the others were stopped; the last checkpoint stays, and the same command goes on from it")
     assert sentence(*first({0: lost, 3: refused}), kept=True).startswith("process 3 ended with exit code 2 (ConfigError: lr=0 must be positive), so")
+    ended = SimpleNamespace(exitcode=-15, message="Signal 15 (SIGTERM) received", timestamp=0)   # by the launcher, or by a person
+    assert first({0: ended, 3: refused}) == (3, refused) and first({0: ended, 1: killed}) == (1, killed) and first({0: lost, 1: ended}) == (1, ended)
     assert sentence(*first({0: lost}), kept=False) == "process 0 ended with exit code 1, so the others were stopped; no checkpoint exists yet, so the same command begins anew"
 
 
