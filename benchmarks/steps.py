@@ -28,18 +28,20 @@ OURS, JOINT, MASK, PEAK = "ours", "ours, joint objective", "ours with a boolean 
 
 
 class Stepper:
-    """A contender's process. `failed` says why there is none."""
+    """A contender's process. `failed` says why there is none. `checkout`: another copy of the project, whose package and whose own steps.py it runs."""
 
-    def __init__(self, contender: str, *, size: str, threads: int, warmup: int, batch_size: int | None = None):
+    def __init__(self, contender: str, *, size: str, threads: int, warmup: int, batch_size: int | None = None, checkout: Path | None = None):
         from predmoe import runs
 
         spec = json.dumps({"contender": contender, "size": size, "threads": threads, "warmup": warmup, "batch_size": batch_size})
         threads_too = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         # The memory settings of the run store's processes, for every contender alike.
         environment = getattr(runs, "KEEP_MEMORY", {}) | getattr(runs, "same_bits", dict)() | os.environ | threads_too
-        self.name = contender
+        self.name, script = contender, Path(__file__)
+        if checkout is not None:
+            environment["PYTHONPATH"], script = str(checkout), checkout / "benchmarks" / "steps.py"
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), spec], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(script), spec], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         ready = self._read()
         self.failed = ready.get("error")

@@ -1,6 +1,7 @@
 """What a training run needs, on paper: operations, memory, communication, time and cost, from its configuration alone.
 
-Operations and the memory of a step are checked against measured small runs (tests/test_budget.py); the rest is arithmetic on them.
+Operations, the memory of a step and the bytes that it sends are checked against measured small runs (tests/test_budget.py, tests/test_distributed.py); the rest is
+arithmetic on them.
 """
 # B batch, T time, N = B*T tokens of a process, D model width, F expert width, E experts, K chosen, H heads, L layers, V vocabulary, G processes
 

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("gpu-report", help="tier A on one GPU without a network, some minutes at a time; each call goes on where the last stopped")
     command.add_argument("--out", type=Path, required=True, help="the folder of everything: runs, traces, throughput, report.md")
-    command.add_argument("--tokens", type=Path, help="a token file of scripts/prepare_corpus.py, unpacked by the first call")
+    command.add_argument("--tokens", type=Path, help="a token file of scripts/prepare_corpus.py, unpacked where it is not yet")
     command.add_argument("--tier", default="a", help="the size (default: a)")
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="initialisation seeds, a pair of arms each (default: 0 1 2)")
     command.add_argument("--minutes", type=float, default=8.0, help="of this call (default: 8)")

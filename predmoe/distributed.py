@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from predmoe import sharding
 from predmoe.config import ConfigError, RunConfig
+from predmoe.data import Tokens
 from predmoe.evaluation import Accumulator, Heads, evaluate
 from predmoe.files import read_json, write_json
 from predmoe.model import MoEModel
@@ -29,6 +30,20 @@ from predmoe.train import LOG_EVERY, Trainer, check_device, forward_terms, new_p
 
 ENGINES = ("ddp", "fsdp", "hsdp")
 BUCKET_MB = {"cpu": 4, "cuda": 25}   # of gradients that are summed while the rest is computed
+
+
+def check(config: RunConfig, size: int, engine: str) -> None:
+    """Raise ConfigError where `size` processes cannot train the run under this engine."""
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine!r} is unknown; choose one of {', '.join(ENGINES)}")
+    if size < 1:
+        raise ConfigError(f"nproc={size} must be at least 1")
+    if size > 1 and config.finetune is not None:
+        raise ConfigError(f"a fine-tune is trained by one process, not by {size}: start it without --nproc")
+    t = config.train
+    if t.batch_size // t.accumulate % size:
+        raise ConfigError(f"batch_size={t.batch_size} in {t.accumulate} parts cannot be divided among {size} processes: "
+                          f"choose a number that divides {t.batch_size // t.accumulate}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,9 @@ def team(device: str) -> Iterator[Team]:
     """The processes that torchrun has started; their connection ends with the context."""
     check_device(device)
     if device.startswith("cuda"):
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if (own := int(os.environ["LOCAL_RANK"])) >= (count := torch.cuda.device_count()):
+            raise ConfigError(f"process {own} of this machine has no GPU of its own, as there are {count}: start at most {count} processes")
+        torch.cuda.set_device(own)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     try:
         yield Team(dist.get_rank(), dist.get_world_size(), device)
@@ -93,16 +110,11 @@ class _Whole(nn.Module):
 class DistributedTrainer(Trainer):
     """A `Trainer` in each of a team's processes. Only the leader writes logs and undivided files.
 
-    Raises ConfigError where a part of a batch does not divide among the processes.
+    Raises ConfigError as `check`.
     """
 
     def __init__(self, config: RunConfig, folder: Path, team: Team, *, engine: str = "ddp", **options):
-        if engine not in ENGINES:
-            raise ConfigError(f"engine={engine!r} is unknown; choose one of {', '.join(ENGINES)}")
-        t = config.train
-        if t.batch_size // t.accumulate % team.size:
-            raise ConfigError(f"batch_size={t.batch_size} in {t.accumulate} parts cannot be divided among {team.size} processes: "
-                              f"choose a number that divides {t.batch_size // t.accumulate}")  # fmt: skip
+        check(config, team.size, engine)
         self.team, self.engine, self.leader = team, engine, team.leader
         super().__init__(config, folder, **options)
         if not self.leader:
@@ -134,6 +146,13 @@ class DistributedTrainer(Trainer):
         fully_shard(whole, mesh=mesh)
         self.optimizer = optimizer_of(self.model, self.predictor, self.config.train)   # over the parts
         return whole
+
+    def text(self) -> Tokens:
+        """Text that is new here is encoded by the first process of each machine; the others read what it wrote."""
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        tokens = super().text() if first else None
+        self.team.sum(torch.zeros(1))   # whose turn it is: on the host, where waiting may take half an hour
+        return tokens or super().text()
 
     # --- a step ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import runs
+from . import distributed, runs
 from .config import RunConfig
 from .locking import FolderLock
 
@@ -23,8 +23,11 @@ Wanted = Sequence[tuple[RunConfig, Sequence[runs.Measurement]]]
 def work(wanted: Wanted, *, store: Path, report: Callable[[str], None] = print, nproc: int = 1, engine: str = "ddp") -> int:
     """Work on the `wanted` runs, in this order, until each is done by this worker or another; returns how many this one did.
 
-    A run that fails is tried once by each worker; the others go on. Raises runs.RunFailed at the end where some have failed.
+    A run that fails is tried once by each worker; the others go on. Raises runs.RunFailed at the end where some have failed, and
+    ConfigError at the start where `nproc` processes cannot share one of them; a fine-tune is trained by one, whatever `nproc` is.
     """
+    for config, _ in wanted:
+        distributed.check(config, _processes(config, nproc), engine)
     left, done, failed, waiting = list(wanted), 0, [], False
     while left := [job for job in left if missing(job, store)]:
         for job in left:
@@ -54,6 +57,10 @@ def missing(job: tuple[RunConfig, Sequence], store: Path) -> bool:
     return any(run.measurement(how) is None for how in measurements) if measurements else not run.has_checkpoint
 
 
+def _processes(config: RunConfig, nproc: int) -> int:
+    return nproc if config.finetune is None else 1
+
+
 def _claimed(job, store: Path, report, nproc: int, engine: str) -> str | None:
     """None where the job is somebody else's, "" where it was done here, else why it failed."""
     config, measurements = job
@@ -62,14 +69,15 @@ def _claimed(job, store: Path, report, nproc: int, engine: str) -> str | None:
         return None
     try:
         if missing(job, store):   # another may have finished it since we looked
-            report(f"claimed {runs.describe(config)}")
+            count = _processes(config, nproc)
+            report(f"claimed {runs.describe(config)}{'' if count == nproc else ', by one process as every fine-tune'}")
             if measurements:
-                runs.measure_missing([(config, measurements)], store=store, parallel=1, report=report, nproc=nproc, engine=engine)
+                runs.measure_missing([(config, measurements)], store=store, parallel=1, report=report, nproc=count, engine=engine)
             else:
-                runs.get_or_train(config, store=store, report=report, nproc=nproc, engine=engine)
+                runs.get_or_train(config, store=store, report=report, nproc=count, engine=engine)
             return ""
         return None
     except runs.RunFailed as error:
-        return str(error)
+        return str(error) if claim.held() else None   # another took it over while this machine slept
     finally:
         claim.release()

@@ -10,17 +10,18 @@ rewrites report.md and results.json of what there is. What a later call needs li
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import carry, config, provenance, recording, runs, studies, traces
-from .files import write_json
-from .train import check_device
+import torch
 
+from . import carry, config, provenance, recording, runs, studies, traces
+from .files import read_json, write_json
+
+SPEED = "throughput.json"
 ARMS = {"baseline": {"lambda_pred": 0.0}, "joint": {"lambda_pred": 0.3}}
 TRACE_BYTES = 16_000_000
 LEAST_SECONDS = 45.0     # with less left, nothing new is begun
@@ -45,25 +46,26 @@ def run(out: Path, *, tier: str = "a", seeds: Sequence[int] = (0, 1, 2), minutes
         tokens: Path | None = None, keep_weights: bool = False, peers: bool = True, report: Callable[[str], None] = print) -> int:  # fmt: skip
     """One call: as much as goes in `minutes`. Returns how many arms are still missing.
 
-    `tokens`: an archive of `carry.pack`, unpacked on the first call. `keep_weights`: leave checkpoints of finished arms (1.4 GB each).
+    `tokens`: an archive of `carry.pack`, unpacked where its tokens are not here. `keep_weights`: leave checkpoints of finished arms (1.4 GB each).
     Raises ConfigError for settings that cannot be used, runs.RunFailed where a child process fails.
     """
     ending = time.monotonic() + 60 * minutes
     left = lambda: ending - time.monotonic()  # noqa: E731
     out, todo, fit = Path(out), jobs(tier, seeds, changes or {}), studies.posthoc_config(tier, posthoc or {})
-    check_device(todo[0].run.train.device)
+    if todo[0].run.train.device.startswith("cuda") and not torch.cuda.is_available():
+        raise config.ConfigError(f"no CUDA device here, which tier {tier} is for; on a CPU a small tier shows every stage: predmoe gpu-report --tier smoke --seeds 0 --out {out}")
     out.mkdir(parents=True, exist_ok=True)
-    if tokens is not None and not (out / "unpacked").exists():
-        report(f"tokens: {carry.unpack(tokens).name}")
-        (out / "unpacked").touch()
-    speed = out / "throughput.json"
-    if not speed.exists():
+    if tokens is not None and (folder := carry.bring(tokens, todo[0].run.data)):   # the machine may be a fresh one in every call
+        report(f"tokens: {folder.name}")
+    if speed_of(out) is None:
         from . import throughput
 
         found = throughput.measure(todo[0].run, peers=peers, say=report)
-        write_json(speed, found | {"provenance": provenance.capture()})
+        write_json(out / SPEED, found | {"provenance": provenance.capture()})
     for job in todo:
         if is_done(out, job, fit):
+            if not keep_weights:   # of a call that ended between the trace and this
+                discard_weights(out, job)
             continue
         if left() < LEAST_SECONDS:
             break
@@ -79,6 +81,15 @@ def run(out: Path, *, tier: str = "a", seeds: Sequence[int] = (0, 1, 2), minutes
     write(out, todo, fit)
     report(f"{len(todo) - missing} of {len(todo)} arms are done; {out / 'report.md'}")
     return missing
+
+
+def speed_of(out: Path) -> dict | None:
+    """The table of throughput, or None where it is not measured, or was on another device. Raises ConfigError where its file is damaged."""
+    if not (source := out / SPEED).exists():
+        return None
+    found = read_json(source, {"rows": list, "provenance": dict}, remedy="remove it to measure anew")
+    device = lambda provenance: [provenance.get("hardware", {}).get(part) for part in ("gpu", "cpu")]  # noqa: E731
+    return found if device(found["provenance"]) == device(provenance.capture()) else None
 
 
 def trace_file(out: Path, job: Job) -> Path:
@@ -103,10 +114,14 @@ def finish(out: Path, job: Job, fit: config.PosthocConfig, *, keep_weights: bool
         raise config.ConfigError(f"the trace of {job.arm}, seed {job.seed}, has {size / 1e6:.0f} MB, more than {TRACE_BYTES / 1e6:.0f}")
     partial.replace(target)
     if not keep_weights:
-        folder = store / job.run.hash
-        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-        for heads in folder.glob("*.safetensors"):
-            heads.unlink()
+        discard_weights(out, job)
+
+
+def discard_weights(out: Path, job: Job) -> None:
+    folder = out / "runs" / job.run.hash
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    for heads in folder.glob("*.safetensors"):
+        heads.unlink()
 
 
 def write(out: Path, todo: Sequence[Job], fit: config.PosthocConfig) -> None:
@@ -119,7 +134,7 @@ def write(out: Path, todo: Sequence[Job], fit: config.PosthocConfig) -> None:
         if measured is not None:
             rows.append({"arm": job.arm, "seed": job.seed, "config_hash": job.run.hash, "val_loss": measured["val_loss"], "load_entropy": measured["load_entropy"],
                          "hit": measured["hit"], "tokens_per_second": measured["tokens_per_second"], "seconds": measured["seconds"]})  # fmt: skip
-    speed = json.loads((out / "throughput.json").read_text())
+    speed = speed_of(out)
     write_json(out / "results.json", {"arms": rows, "missing": [f"{job.arm}, seed {job.seed}" for job in todo if job.run.hash not in {row["config_hash"] for row in rows}],
                                       "throughput": speed, "provenance": provenance.capture()})  # fmt: skip
     horizons = [str(h) for h in todo[0].run.predictor.horizons]

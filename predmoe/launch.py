@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -31,13 +32,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         elastic_launch(how, sys.executable)("-u", "-m", "predmoe.worker", str(options.folder), *rest)
     except ChildFailedError as error:
-        return last_words(sentence(*first(error.failures)))
+        return last_words(sentence(*first(error.failures), kept=any((options.folder / name).exists() for name in ("state.pt", "state.json"))))
     return 0
 
 
 def first(failures: dict) -> tuple[int, object]:
-    """The process whose end is the cause: one that was killed, else one that says why; the others fail for want of it."""
-    return min(failures.items(), key=lambda item: (item[1].exitcode >= 0, not _said(item[1]), item[1].timestamp))
+    """The process whose end is the cause: one that was killed, else one that says why, else the first; the others fail for want of it, or
+    are ended by the launcher (SIGTERM)."""
+    kind = lambda failure: 0 if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM else 1 if _said(failure) else 2  # noqa: E731
+    return min(failures.items(), key=lambda item: (kind(item[1]), item[1].timestamp))
 
 
 def _said(failure) -> str:
@@ -46,11 +49,12 @@ def _said(failure) -> str:
     return "" if text.startswith("To enable traceback") else text
 
 
-def sentence(rank: int, failure) -> str:
-    """What ended first and what to do, from torch's ProcessFailure."""
+def sentence(rank: int, failure, *, kept: bool) -> str:
+    """What ended first and what to do, from torch's ProcessFailure. `kept`: whether the run has a checkpoint."""
     how = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
     why = f" ({_said(failure)})" if _said(failure) else ""
-    return f"process {rank} {how}{why}, so the others were stopped; the last checkpoint stays, and the same command goes on from it"
+    return f"process {rank} {how}{why}, so the others were stopped; " + (
+        "the last checkpoint stays, and the same command goes on from it" if kept else "no checkpoint exists yet, so the same command begins anew")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A lock on a folder that survives kill -9 and works for several machines on one shared disk.
 
 The holder writes who it is and touches the file now and then. A lock whose holder is dead (no such process on this
-machine, or no heartbeat for STALE_SECONDS from another one) may be taken over; who has lost its lock leaves it alone.
+machine, or no heartbeat from another one in STALE_SECONDS of watching) may be taken over; who has lost its lock is told so and
+leaves it alone. Machines' clocks are never compared: each waits by its own for the file's time to change.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ class FolderLock:
     """Context manager: waits until the folder's lock is free or its holder is dead, then holds it.
 
     `waiting(description)` is called once when another living process holds it. `claim()` takes it without waiting, `release()`
-    gives it back. `name`: of the lock, for folders that have several.
+    gives it back. `name`: of the lock, for folders that have several. `lost(description)` is called, in a thread of its own, where
+    another one has taken the lock while this process did not run (its machine slept, say): it must not write there any more.
     """
 
-    def __init__(self, folder: Path, *, waiting=lambda who: None, poll_seconds: float = 0.5, name: str = "lock"):
+    def __init__(self, folder: Path, *, waiting=lambda who: None, lost=lambda who: None, poll_seconds: float = 0.5, name: str = "lock"):
         self.path = Path(folder) / name
-        self.waiting, self.poll_seconds = waiting, poll_seconds
-        self._me = {"pid": os.getpid(), "started": _started(os.getpid()), "host": socket.gethostname()}
+        self.waiting, self.lost, self.poll_seconds = waiting, lost, poll_seconds
+        self._me = {"pid": os.getpid(), "started": _started(os.getpid()), "host": socket.gethostname(), "place": place()}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -43,6 +45,10 @@ class FolderLock:
                 told = True
             time.sleep(self.poll_seconds)
         return self
+
+    def held(self) -> bool:
+        """Whether the lock is still this process's."""
+        return _holder(self.path) == self._me
 
     def claim(self) -> bool:
         """Hold the lock from now on, where nobody living does; returns whether it is held."""
@@ -61,7 +67,7 @@ class FolderLock:
         if self._thread is not None:
             self._thread.join()
         with contextlib.suppress(FileNotFoundError), self._guarded():
-            if _holder(self.path) == self._me:
+            if self.held():
                 self.path.unlink()
 
     def _guarded(self):
@@ -81,20 +87,36 @@ class FolderLock:
 
     def _beat(self):
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            if _holder(self.path) != self._me:
-                return
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):   # a shared disk that does not answer for a moment: the next beat asks again
+                if not self.held():
+                    return self.lost(describe(self.path))
                 os.utime(self.path)
 
 
+_beats: dict[Path, tuple[tuple, float]] = {}   # of locks held elsewhere: holder and time of the file, and since when they are known here
+
+
 def alive(path: Path) -> bool:
-    """Whether the holder of the lock file still lives; a lock that cannot be read is nobody's."""
+    """Whether the holder of the lock file still lives; a lock that cannot be read is nobody's.
+
+    A holder elsewhere is dead when its heartbeat has not moved for STALE_SECONDS since this process first looked.
+    """
     holder = _holder(path)
     if holder is None:
         return False
-    if holder["host"] == socket.gethostname():
+    if holder.get("place") == place():
         return _started(holder["pid"]) == holder["started"] is not None
-    return time.time() - path.stat().st_mtime < STALE_SECONDS
+    beat, now = (tuple(holder.values()), path.stat().st_mtime_ns), time.monotonic()
+    if _beats.get(path, (None,))[0] != beat:
+        _beats[path] = beat, now
+    return now - _beats[path][1] < STALE_SECONDS
+
+
+def place() -> str:
+    """Where process numbers mean what they mean here: this machine since it was started, and the container. (Two may share a host name.)"""
+    with contextlib.suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
 
 def describe(path: Path) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from predmoe import children
+from predmoe import children, distributed
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
 from predmoe.files import read_config, read_json, read_lines, write_json
 from predmoe.posthoc import heads_file
@@ -135,10 +135,9 @@ def open_run(config: RunConfig, store: Path) -> Run:
 def get_or_train(config: RunConfig, *, store: Path, nproc: int = 1, engine: str = "ddp", report=print) -> Run:
     """The finished run of `config` with its checkpoint; trained or resumed in a child process where need be.
 
-    `nproc` processes share each batch, as `engine` ("ddp", "fsdp", "hsdp") says; the run is the same one, and its provenance says how.
+    `nproc` processes share each batch, as `engine` ("ddp", "fsdp", "hsdp") says; the run is the same one, and its provenance says how. Raises ConfigError where they cannot (`distributed.check`).
     """
-    if nproc < 1:
-        raise ConfigError(f"nproc={nproc} must be at least 1")
+    distributed.check(config, nproc, engine)
     run = open_run(config, store)
     if run.has_checkpoint:
         check_weights(run.path)
@@ -241,7 +240,8 @@ def _start(run: Run, measurements: list[Measurement], *, nproc: int = 1, engine:
     for how in measurements:
         command += [f"--{kind_of(how)}", measurement_name(how)]
     command += options
-    environment = KEEP_MEMORY | same_bits() | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | children.work_for_parent()
+    exact = same_bits() if run.config.train.dtype == "float32" else {}   # torch's bf16 attention has no AVX2 kernel where there is AVX-512
+    environment = KEEP_MEMORY | exact | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | children.work_for_parent()
     with open(run.path / "log.txt", "a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
 

@@ -63,7 +63,9 @@ def save(trainer, *, leader: bool) -> None:
     name = f"state-{trainer.step:08d}"
     try:
         dcp.save(flat(trainer), checkpoint_id=folder / name, no_dist=not torch.distributed.is_initialized())
-    except dcp.api.CheckpointException as error:   # no ordinary Exception: it holds those of every process
+    except dcp.api.CheckpointException as error:   # no ordinary Exception: it holds those of every process, all of which have ended their part
+        if leader:
+            shutil.rmtree(folder / name, ignore_errors=True)   # a full disk needs the room
         raise RuntimeError((str(error).strip().splitlines() or [type(error).__name__])[-1][:200]) from error
     if leader:
         with open(log, "rb") as file:   # on the disk before a checkpoint that counts on its bytes

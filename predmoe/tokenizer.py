@@ -81,5 +81,8 @@ def carried_gpt2() -> tiktoken.Encoding | None:
         return None
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in source.read_bytes().splitlines())}
+    try:
+        ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in source.read_bytes().splitlines())}
+    except ValueError:
+        raise ConfigError(f"{source} is damaged: remove it, or unpack the token file again (python scripts/prepare_corpus.py unpack FILE)") from None
     return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={ENDOFTEXT: len(ranks)})

@@ -177,7 +177,7 @@ class Trainer:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a failed write
-            kept = "the last good checkpoint stays" if self._state.exists() else "no earlier checkpoint exists"
+            kept = "the last good checkpoint stays" if self._state.exists() or (self.folder / sharding.POINTER).exists() else "no earlier checkpoint exists"
             raise TrainingError(f"cannot save step {self.step} in {self.folder}: {reason(error)}; {kept}; free some space and run again") from error
 
     def save(self) -> None:

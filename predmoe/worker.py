@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from predmoe import distributed, provenance, sharding
+from predmoe import distributed, locking, provenance, sharding
 from predmoe.budget import check_memory, out_of_memory, too_large
 from predmoe.checkpoint import load_checkpoint
-from predmoe.children import end_with_parent, last_words, say
+from predmoe.children import FAILED, end_with_parent, last_words, say
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe.files import read_config, read_json, read_lines, reason, write_json
@@ -39,12 +41,11 @@ def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKP
         return
     if (folder / "checkpoint").exists() and not (folder / "checkpoint").is_dir():
         raise ConfigError(f"{folder / 'checkpoint'} is no folder; remove it, the weights are written there")
+    distributed.check(config, team.size if team else 1, engine)
     if team is None and config.train.device == "cpu":
         check_memory(config)
     options = {"checkpoint_seconds": checkpoint_seconds, "pause_after": pause_after, "progress": progress}
     if config.finetune is not None:
-        if team is not None:
-            raise ConfigError(f"a fine-tune is trained by one process, not by {team.size}: start it without --nproc")
         if config.finetune.stock is not None and not train_stock(folder, config.finetune.stock, **options):
             return
         from predmoe.finetune import FinetuneTrainer   # transformers and peft, which nothing else needs
@@ -143,6 +144,27 @@ def measure_further(folder: Path, config: RunConfig, how: LocalityConfig | Downs
     write_json(target, result | {"weights": weights_hash(folder / "checkpoint"), "provenance": read_json(folder / "provenance.json"), "measured_by": provenance.capture()})
 
 
+def claim(lock: FolderLock, *, look_seconds: float = 1.0) -> None:
+    """Take the lock of a run that several processes share. Where it is held, as long is waited as it takes to find out that the holder is dead
+    (a job that ended early and was submitted again, elsewhere), and no longer: the other processes have a time limit. Raises ConfigError."""
+    told, until = False, time.monotonic() + 1.2 * locking.STALE_SECONDS
+    while not lock.claim():
+        if time.monotonic() > until:
+            raise ConfigError(f"{describe(lock.path)} works on the run in {lock.path.parent}; wait until it has ended")
+        if not told:
+            lock.waiting(describe(lock.path))
+            told = True
+        time.sleep(look_seconds)
+
+
+def leave(folder: Path, who: str) -> None:
+    """End this process at once: the run is another one's now, and two that write would spoil it."""
+    error = ConfigError(f"{who} has taken over the run in {folder}, since nothing had been heard of this process for a minute; this one ends, and nothing is lost")
+    distributed.report(error)
+    last_words(str(error))
+    os._exit(FAILED)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="predmoe.worker", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -159,12 +181,11 @@ def main(arguments: list[str] | None = None) -> int:
         config = read_config(folder / "config.json", RunConfig)
         with contextlib.ExitStack() as held:
             team = held.enter_context(distributed.team(config.train.device)) if distributed.world_size() > 1 else None
+            lock = FolderLock(folder, waiting=lambda who: say(f"waiting: {who} works on this run"), lost=lambda who: leave(folder, who))
             if team is None:
-                held.enter_context(FolderLock(folder, waiting=lambda who: say(f"waiting: {who} works on this run")))
-            elif team.leader:   # the others would wait for it in vain: they have a time limit
-                lock = FolderLock(folder)
-                if not lock.claim():
-                    raise ConfigError(f"{describe(lock.path)} works on the run in {folder}; wait until it has ended")
+                held.enter_context(lock)
+            elif team.leader:
+                claim(lock)
                 held.callback(lock.release)
             train(folder, config, checkpoint_seconds=options.checkpoint_seconds, pause_after=options.pause_after, team=team, engine=options.engine, progress=say)
             if team is not None and not team.leader or not is_complete(folder, config):

@@ -110,6 +110,45 @@ def test_tokens_that_are_carried_are_those_that_were_made(tmp_path, monkeypatch)
     assert made["documents"] == 40 and made["tokens"] == len(there.tokens) and made["bytes"] == (tmp_path / "tokens.tar.xz").stat().st_size
 
 
+def test_tokens_are_brought_where_they_are_not_and_only_the_wanted_ones(tmp_path, monkeypatch):
+    """A machine that is a fresh one in every call: the archive is unpacked whenever its tokens are not in the cache."""
+    config = small_corpus(tmp_path)
+    archive = tmp_path / "tokens.tar.xz"
+    carry.pack(config, archive, cache=tmp_path / "here")
+    for name in ("there", "another"):
+        monkeypatch.setenv("PREDMOE_CACHE", str(tmp_path / name))
+        folder = carry.bring(archive, config)
+        assert folder.is_relative_to(tmp_path / name) and carry.bring(archive, config) is None
+    (tmp_path / "text" / "00.txt").write_text("Another text.")
+    with pytest.raises(ConfigError, match="tokens.tar.xz was made by another version of this project"):
+        carry.bring(archive, config)
+    wanted = DataConfig(corpus="offline-large", tokenizer="bpe8k")
+    with pytest.raises(ConfigError, match=r"tokens.tar.xz holds the tokens of corpus='files:.*' under tokenizer='bpe8k', and wanted are those of 'offline-large' .* add --set data.corpus=files:"):
+        carry.bring(archive, wanted)
+    with pytest.raises(ConfigError, match="cannot unpack .*nothing.tar.xz into .*: No such file"):
+        carry.bring(tmp_path / "nothing.tar.xz", wanted)
+
+
+def test_damaged_tokens_in_an_archive_replace_nothing(tmp_path):
+    config = small_corpus(tmp_path)
+    tokens = prepare(config, cache=tmp_path / "here")
+    with open(tokens.folder / "tokens.bin", "r+b") as file:
+        file.write(bytes(100))
+    with tarfile.open(tmp_path / "tokens.tar.xz", "w:xz") as archive:
+        for name in carry.PARTS:
+            archive.add(tokens.folder / name, f"tokens/{tokens.folder.name}/{name}")
+    with pytest.raises(ConfigError, match="the token files in .*tokens.tar.xz are damaged: make it anew"):
+        carry.unpack(tmp_path / "tokens.tar.xz", cache=tmp_path / "there")
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_damaged_vocabulary_is_a_sentence_and_the_archive_brings_it_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREDMOE_CACHE", str(tmp_path))
+    (tmp_path / "gpt2.tiktoken").write_bytes(bytes(100))
+    with pytest.raises(ConfigError, match="gpt2.tiktoken is damaged: remove it, or unpack the token file again"):
+        carried_gpt2()
+
+
 def test_what_is_too_large_or_no_archive_is_refused(tmp_path, monkeypatch):
     config = small_corpus(tmp_path)
     monkeypatch.setattr(carry, "LIMIT", 1000)
@@ -117,8 +156,28 @@ def test_what_is_too_large_or_no_archive_is_refused(tmp_path, monkeypatch):
         carry.pack(config, tmp_path / "tokens.tar.xz", cache=tmp_path / "here")
     assert not list(tmp_path.glob("tokens*"))
     (tmp_path / "x").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match="cannot unpack .*x: "):
-        carry.unpack(tmp_path / "x", cache=tmp_path / "there")
+    whole = tmp_path / "whole.tar.xz"
+    with tarfile.open(whole, "w:xz") as archive:
+        archive.add(tmp_path / "text", "tokens")
+    (tmp_path / "cut").write_bytes(whole.read_bytes()[:200])
+    flipped = bytearray(whole.read_bytes())
+    flipped[len(flipped) // 2] ^= 255
+    (tmp_path / "flipped").write_bytes(flipped)
+    for name in ("x", "cut", "flipped"):
+        with pytest.raises(ConfigError, match=f"^cannot unpack .*{name}: it is cut off, damaged or no archive [^\n]*; carry it anew$"):
+            carry.unpack(tmp_path / name, cache=tmp_path / "there")
+    with pytest.raises(ConfigError, match="^cannot unpack .*absent into .*: No such file or directory; name the archive"):
+        carry.unpack(tmp_path / "absent", cache=tmp_path / "there")
+    (tmp_path / "a file").touch()
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="^cannot write .*a file/tokens.tar.xz: File exists; name a place"):
+        carry.pack(config, tmp_path / "a file" / "tokens.tar.xz", cache=tmp_path / "here")
+    monkeypatch.setattr(carry, "_write", lambda tokens, path: (path.write_bytes(b"half"), (_ for _ in ()).throw(OSError(28, "No space left on device"))))
+    with pytest.raises(ConfigError, match="^cannot write .*tokens.tar.xz: No space left on device; name a place"):
+        carry.pack(config, tmp_path / "tokens.tar.xz", cache=tmp_path / "here")
+    assert not list(tmp_path.glob("tokens*"))
+    with pytest.raises(ConfigError, match="^cannot unpack .*whole.tar.xz into .*a file: .*; name the archive .* or set PREDMOE_CACHE"):
+        carry.unpack(whole, cache=tmp_path / "a file")
     with tarfile.open(tmp_path / "y", "w") as archive:
         archive.add(tmp_path / "x", "tokens/folder/x")
     with pytest.raises(ConfigError, match="is no archive of tokens"):

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,9 +16,10 @@ import psutil
 import pytest
 import torch
 from team import together
+from torch.utils._python_dispatch import TorchDispatchMode
 from tiny_runs import JOINT, finished, folder_of, lines, results, tiny
 
-from predmoe import cli, runs, sharding, worker
+from predmoe import budget, cli, distributed, fleet, locking, runs, sharding, worker
 from predmoe.checkpoint import load_checkpoint
 from predmoe.config import ConfigError, DataConfig, to_dict
 from predmoe.data import prepare
@@ -85,6 +88,35 @@ def test_two_processes_train_what_one_does(corpus, tmp_path, objective):
         assert not list((tmp_path / engine).glob("state*"))
 
 
+def compiled(team, config, folder):
+    """Some steps of each engine with attention compiled as on a GPU, but for the code generator."""
+    seen = {}
+    for engine in ("ddp", "fsdp"):
+        build = DistributedTrainer.parts
+
+        def parts(trainer):
+            model, *rest = build(trainer)
+            for layer in model.layers:
+                layer.attention.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+            return model, *rest
+
+        DistributedTrainer.parts = parts
+        trainer = DistributedTrainer(config, folder / engine, team, engine=engine)
+        DistributedTrainer.parts = build
+        seen[engine] = [trainer.training_step() for _ in range(2)]
+    return seen
+
+
+def test_compiled_attention_trains_the_same_under_every_engine(corpus, tmp_path):
+    config = tiny(corpus)
+    for name in ("alone", "ddp", "fsdp"):
+        folder_of(config, tmp_path / name)
+    trainer, found = Trainer(config, tmp_path / "alone"), together(2, compiled, config, tmp_path)[0]
+    alone = [trainer.training_step() for _ in range(2)]
+    for engine, steps in found.items():
+        assert all(abs(a[name] - b[name]) < 1e-5 for a, b in zip(alone, steps, strict=True) for name in a), engine
+
+
 def test_parts_of_a_batch_add_up_to_it(corpus, tmp_path):
     """Without the balance loss, whose statistics are of a part, two parts are one batch."""
     objective = JOINT | {"balance": 0.0, "lambda_sticky": 0.1}
@@ -145,6 +177,22 @@ def test_no_document_is_seen_twice_or_missed(corpus, size, accumulate):
     assert (starts[:-1] + steps * 16 <= starts[1:]).all() and starts[-1] + steps * 16 <= stream.epoch_tokens
 
 
+def encoders(team, config, folder, cache):
+    """How often this process encodes text that nobody has encoded before."""
+    from predmoe import token_files
+
+    os.environ["PREDMOE_CACHE"] = str(cache)
+    count, encode = [], token_files._encode
+    token_files._encode = lambda *arguments: (count.append(1), encode(*arguments))
+    DistributedTrainer(config, folder, team)
+    return len(count)
+
+
+def test_of_a_machines_processes_one_encodes_the_text(corpus, tmp_path):
+    config = tiny(corpus)
+    assert together(2, encoders, config, folder_of(config, tmp_path / "run"), tmp_path / "cache") == [1, 0]
+
+
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -193,6 +241,94 @@ def test_a_damaged_part_is_a_sentence_that_names_it(corpus, tmp_path):
         Trainer(config, folder).restore()
 
 
+def full(team, config, folder):
+    """A checkpoint, and another one for which the second process has no room; the sentence."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    trainer = DistributedTrainer(config, folder, team, engine="fsdp")
+    trainer.restore()
+    for step in range(2):
+        trainer.log(terms=trainer.training_step())
+        trainer.step += 1
+        if step == 0:
+            trainer.save()
+    if team.rank == 1:
+        FileSystemWriter.write_data = no_space
+    try:
+        trainer.save()
+    except TrainingError as error:
+        return str(error)
+
+
+def no_space(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_no_remains(corpus, tmp_path):
+    config = tiny(corpus)
+    folder = folder_of(config, tmp_path / "run")
+    for said in together(2, full, config, folder):
+        assert said.startswith(f"cannot save step 2 in {folder}: ") and "No space left on device" in said
+        assert said.endswith("; the last good checkpoint stays; free some space and run again")
+    assert [path.name for path in folder.glob("state-*")] == ["state-00000001"]
+    assert together(1, resumed, config, folder, "fsdp")[0][0] == 1
+
+
+def sent(team, config, folder):
+    """Bytes that an FSDP step gathers from the other process and scatters to it, by torch's own calls."""
+    trainer = DistributedTrainer(config, folder, team, engine="fsdp")
+    trainer.training_step()
+    seen = {"gathered": 0, "scattered": 0}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            name = function.overloadpacket.__name__
+            if name in ("_allgather_base_", "_reduce_scatter_base_"):
+                whole = max(x.nbytes for x in arguments if isinstance(x, torch.Tensor))
+                seen["gathered" if "gather" in name else "scattered"] += whole * (team.size - 1) // team.size
+            return function(*arguments, **(keywords or {}))
+
+    with Watch():
+        trainer.training_step()
+    return seen
+
+
+def test_what_a_step_sends_is_what_the_plan_on_paper_says(corpus, tmp_path):
+    config = tiny(corpus)
+    folder = folder_of(config, tmp_path / "run")
+    plan = budget.communication(config, budget.Cluster(gpus=2, gpus_per_node=2), engine="fsdp")
+    for seen in together(2, sent, config, folder):
+        assert seen["gathered"] == pytest.approx(plan["gathered"], rel=0.01) and seen["scattered"] == pytest.approx(plan["scattered"], rel=0.01)
+
+
+def test_a_run_that_another_machine_has_taken_over_is_left_at_once(corpus, tmp_path):
+    """A machine that slept: its lock has gone to another one, which works on the run; two that write would spoil it."""
+    folder = folder_of(tiny(corpus, steps=1_000_000), tmp_path / "run")
+    child = subprocess.Popen([sys.executable, "-m", "predmoe.worker", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    while not (folder / "timing.json").exists():
+        assert time.monotonic() < deadline and child.poll() is None
+        time.sleep(0.05)
+    other = json.dumps({"pid": 1, "started": "1", "host": "elsewhere", "place": "there"})
+    (folder / "taken").write_text(other)
+    (folder / "taken").replace(folder / "lock")
+    said = child.communicate(timeout=60)[1]
+    assert child.returncode == 2 and said.splitlines()[-1].startswith(f"predmoe: process 1 on elsewhere has taken over the run in {folder}, since nothing had been heard")
+    assert (folder / "lock").read_text() == other
+
+
+def test_a_job_that_is_submitted_again_waits_until_its_last_one_is_surely_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(locking, "STALE_SECONDS", 0.2)
+    (tmp_path / "lock").write_text(json.dumps({"pid": 1, "started": "1", "host": "elsewhere", "place": "there"}))
+    told = []
+    lock = locking.FolderLock(tmp_path, waiting=told.append)
+    worker.claim(lock, look_seconds=0.01)
+    assert told == ["process 1 on elsewhere"] and lock.held()
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on the run in .*; wait until it has ended"):
+        worker.claim(locking.FolderLock(tmp_path), look_seconds=0.01)
+    lock.release()
+
+
 def test_a_process_that_is_killed_ends_the_job_with_a_sentence_and_little_is_lost(corpus, tmp_path):
     """Through get_or_train: kill -9 of one rank, the reason in RunFailed, and the second call goes on from the last checkpoint."""
     config = tiny(corpus, steps=100_000, eval_every=1_000_000)   # until it is killed
@@ -228,14 +364,29 @@ def test_a_process_that_is_killed_ends_the_job_with_a_sentence_and_little_is_los
 # ---------------------------------------------------------------------------------------------------------- what is said
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_anything_is_built(corpus, tmp_path):
+def test_a_batch_that_does_not_divide_is_refused_before_anything_is_built(corpus, tmp_path, capsys):
     team = SimpleNamespace(rank=0, size=3, leader=True)
     with pytest.raises(ConfigError, match="batch_size=4 in 1 parts cannot be divided among 3 processes"):
         DistributedTrainer(tiny(corpus), tmp_path, team)
     with pytest.raises(ConfigError, match="engine='zero' is unknown; choose one of ddp, fsdp, hsdp"):
         DistributedTrainer(tiny(corpus), tmp_path, team, engine="zero")
-    with pytest.raises(ConfigError, match="nproc=0 must be at least 1"):
-        runs.get_or_train(tiny(corpus), store=tmp_path, nproc=0)
+    for several, said in (({"nproc": 0}, "nproc=0 must be at least 1"), ({"nproc": 8}, "cannot be divided among 8 processes"),
+                          ({"engine": "zero"}, "engine='zero' is unknown"), ({"nproc": 3, "engine": "fsdp"}, "among 3 processes: choose a number that divides 4")):
+        with pytest.raises(ConfigError, match=said):
+            runs.get_or_train(tiny(corpus), store=tmp_path / "store", **several)
+        with pytest.raises(ConfigError, match=said):
+            fleet.work([(tiny(corpus), [])], store=tmp_path / "store", **several)
+    assert not (tmp_path / "store").exists()
+    folder = folder_of(tiny(corpus), tmp_path / "run")
+    assert worker.main([str(folder), "--engine", "zero"]) == 2 and "engine='zero' is unknown" in capsys.readouterr().err
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="process 2 of this machine has no GPU of its own, as there are 2: start at most 2"), distributed.team("cuda"):
+        pass
 
 
 def test_provenance_says_how_many_processes_and_nothing_where_it_was_one(corpus, tmp_path):
@@ -264,10 +415,12 @@ def test_the_cause_is_told_and_not_what_followed_from_it():
     lost = SimpleNamespace(exitcode=1, message="To enable traceback see: ...", timestamp=1)
     killed = SimpleNamespace(exitcode=-9, message="Signal 9 (SIGKILL) received", timestamp=2)
     refused = SimpleNamespace(exitcode=2, message="ConfigError: lr=0 must be positive\nmore", timestamp=2)
-    assert sentence(*first({0: lost, 1: killed})) == (
+    assert sentence(*first({0: lost, 1: killed}), kept=True) == (
         "process 1 was ended by signal 9, so the others were stopped; the last checkpoint stays, and the same command goes on from it")
-    assert sentence(*first({0: lost, 3: refused})).startswith("process 3 ended with exit code 2 (ConfigError: lr=0 must be positive), so")
-    assert sentence(*first({0: lost})).startswith("process 0 ended with exit code 1, so")
+    assert sentence(*first({0: lost, 3: refused}), kept=True).startswith("process 3 ended with exit code 2 (ConfigError: lr=0 must be positive), so")
+    ended = SimpleNamespace(exitcode=-15, message="Signal 15 (SIGTERM) received", timestamp=0)   # by the launcher, or by a person
+    assert first({0: ended, 3: refused}) == (3, refused) and first({0: ended, 1: killed}) == (1, killed) and first({0: lost, 1: ended}) == (1, ended)
+    assert sentence(*first({0: lost}), kept=False) == "process 0 ended with exit code 1, so the others were stopped; no checkpoint exists yet, so the same command begins anew"
 
 
 def test_the_command_passes_on_how_many_processes(monkeypatch, tmp_path):

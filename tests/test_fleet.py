@@ -137,6 +137,35 @@ def test_real_runs_are_taken_over_to_the_same_bits(corpus, tmp_path):
     assert "resumed at step" in (folder / "log.txt").read_text()
 
 
+def test_a_run_that_was_taken_over_while_the_machine_slept_has_not_failed(tmp_path, monkeypatch):
+    wanted = [(tier("smoke", seed=0), [POSTHOC])]
+    folder = runs.open_run(wanted[0][0], tmp_path).path
+
+    def slept(*_, **__):   # another worker has the claim by now, and does the run
+        (folder / "lock.claim").write_text(json.dumps({"pid": 1, "started": "1", "host": "elsewhere", "place": "there"}))
+        (folder / f"{runs.posthoc_name(POSTHOC)}.json").write_text(stored())
+        raise runs.RunFailed("the run was taken over")
+
+    monkeypatch.setattr(fleet, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "measure_missing", slept)
+    assert fleet.work(wanted, store=tmp_path, report=lambda line: None) == 0
+    assert (folder / "lock.claim").exists()   # the other one's
+
+
+def test_of_a_fine_tune_every_worker_makes_one_process(tmp_path, monkeypatch):
+    found, told = [], []
+    tuned = tier("smoke", finetune={"checkpoint": "somewhere", "rank": 4})
+    wanted = [(tuned, [POSTHOC]), (tier("smoke"), [POSTHOC])]
+
+    def measure(jobs, *, store, nproc, **_):
+        found.append(nproc)
+        (runs.open_run(jobs[0][0], store).path / f"{runs.posthoc_name(POSTHOC)}.json").write_text(stored())
+
+    monkeypatch.setattr(runs, "measure_missing", measure)
+    assert fleet.work(wanted, store=tmp_path, report=told.append, nproc=2) == 2
+    assert found == [1, 2] and "by one process as every fine-tune" in told[0] and "by one process" not in told[1]
+
+
 def test_the_command_refuses_what_it_cannot_mean(capsys):
     assert cli.main(["plan", "--profile", "smoke", "--worker"]) == 2
     assert "write --run --worker" in capsys.readouterr().err

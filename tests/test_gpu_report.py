@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny_runs import tiny
+from tiny_runs import stored, tiny
 
 from predmoe import cli, gpu_report, runs, throughput, traces
 from predmoe.config import ConfigError, to_dict
@@ -50,6 +50,87 @@ def test_a_call_goes_on_where_the_last_one_stopped(corpus, tmp_path, monkeypatch
     assert gpu_report.run(tmp_path, minutes=1, **settings) == 0
 
 
+class Interrupted(BaseException):
+    """A call that is ended where it stands, as by its machine's time limit."""
+
+
+def a_measurement():
+    hit = {kind: {str(h): 0.5 for h in (1, 2)} for kind in ("linear", "ranking")}
+    return stored(hit=hit, val_loss=5.0, tokens_per_second=100.0)
+
+
+@pytest.fixture
+def stages(corpus, tmp_path, monkeypatch):
+    """A report whose training, fit and recording take no time: (a call of it, the settable stage at which it is ended, what was done)."""
+    end_at, done = [None], []
+
+    def stage(name, work):
+        def does(*arguments, **keywords):
+            if end_at[0] == f"before {name}":
+                raise Interrupted
+            done.append(name)
+            result = work(*arguments, **keywords)
+            if end_at[0] == f"after {name}":
+                raise Interrupted
+            return result
+
+        return does
+
+    def train(wanted, *, store, **_):
+        for run, (fit,) in wanted:
+            folder = runs.open_run(run, store).path
+            if not (measured := folder / f"{runs.posthoc_name(fit)}.json").exists():
+                (folder / "checkpoint").mkdir(exist_ok=True)
+                (folder / "checkpoint" / "model.safetensors").write_bytes(b"weights")
+                measured.write_text(a_measurement())
+
+    def weights(run, fit, *, store, report):   # what the trace is recorded from
+        assert (store / run.hash / "checkpoint" / "model.safetensors").exists()
+
+    speed = {"rows": [], "peak_tflops": 1.0, "dtype": "float32", "term_share_of_step": 0.0, "term_share_of_operations": 0.0, "fastest_peer": None}
+    monkeypatch.setattr(throughput, "measure", stage("throughput", lambda *_, **__: speed))
+    monkeypatch.setattr(runs, "measure_missing", stage("train", train))
+    monkeypatch.setattr(runs, "get_or_fit", weights)
+    monkeypatch.setattr(gpu_report.recording, "record_run", lambda *_: None)
+    monkeypatch.setattr(traces, "save", stage("trace", lambda trace, path: path.write_bytes(b"trace")))
+    monkeypatch.setattr(gpu_report, "discard_weights", stage("discard", gpu_report.discard_weights))
+    monkeypatch.setattr(gpu_report, "write", stage("write", gpu_report.write))
+    settings = dict(tier="smoke", seeds=[0], changes=changes(corpus), posthoc=POSTHOC, report=lambda line: None)
+    return (lambda: gpu_report.run(tmp_path / "out", **settings)), end_at, done
+
+
+@pytest.mark.parametrize("when", [f"{side} {name}" for name in ("throughput", "train", "trace", "discard", "write") for side in ("before", "after")])
+def test_a_call_that_is_ended_anywhere_is_gone_on_with(stages, tmp_path, when):
+    call, end_at, done = stages
+    end_at[0] = when
+    with pytest.raises(Interrupted):
+        call()
+    end_at[0] = None
+    assert call() == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["arm"] for row in results["arms"]] == ["baseline", "joint"] and results["missing"] == []
+    assert len(list((tmp_path / "out" / "traces").glob("*"))) == 2
+    assert not list((tmp_path / "out").rglob("model.safetensors")) and not list((tmp_path / "out").rglob("*partial*"))
+    done.clear()
+    assert call() == 0 and done == ["discard", "discard", "write"]   # nothing is made twice
+
+
+def test_a_damaged_table_of_throughput_is_a_sentence_and_another_device_has_its_own(stages, tmp_path):
+    call, _, done = stages
+    call()
+    table = tmp_path / "out" / "throughput.json"
+    good = json.loads(table.read_text())
+    for text in ("", "[]", '{"rows": 1}'):
+        table.write_text(text)
+        with pytest.raises(ConfigError, match="throughput.json is damaged .* or remove it to measure anew"):
+            call()
+    good["provenance"]["hardware"]["gpu"] = "another"
+    table.write_text(json.dumps(good))
+    done.clear()
+    call()
+    assert "throughput" in done and json.loads(table.read_text())["provenance"]["hardware"]["gpu"] != "another"
+
+
 def test_the_table_of_throughput_has_every_contender(corpus):
     before = torch.get_num_threads()
     found = throughput.measure(tiny(corpus), rounds=2, steps=2, warmup=1, peak_size=256)
@@ -77,7 +158,7 @@ def test_settings_without_sense_and_a_missing_gpu_are_refused(corpus, tmp_path, 
     assert cli.main(["gpu-report", "--out", str(tmp_path), "--minutes", "0"]) == 2
     assert "--minutes 0 must be positive" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="no CUDA device here"):
+        with pytest.raises(ConfigError, match=f"no CUDA device here, .*on a CPU a small tier shows every stage: predmoe gpu-report --tier smoke --seeds 0 --out {tmp_path / 'a'}"):
             gpu_report.run(tmp_path / "a", changes={"data": {"corpus": corpus, "tokenizer": "bpe8k"}}, report=lambda line: None)
         assert not (tmp_path / "a").exists()   # nothing is made up where there is no GPU
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,10 +21,11 @@ from predmoe.locking import STALE_SECONDS, FolderLock, alive
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def write_lock(folder, *, pid=None, started="0", host=None, age=0.0):
-    """A lock file as a holder would have left it `age` seconds ago."""
+def write_lock(folder, *, pid=None, started="0", host=None, place=None, age=0.0):
+    """A lock file as a holder would have left it `age` seconds ago; with another host or place it is another machine's."""
     path = folder / "lock"
-    path.write_text(json.dumps({"pid": os.getpid() if pid is None else pid, "started": started, "host": host or socket.gethostname()}))
+    path.write_text(json.dumps({"pid": os.getpid() if pid is None else pid, "started": started, "host": host or socket.gethostname(),
+                                "place": place or (locking.place() if host is None else "there")}))  # fmt: skip
     os.utime(path, (time.time() - age,) * 2)
     return path
 
@@ -102,10 +104,63 @@ def test_a_process_of_this_machine_needs_no_heartbeat(tmp_path, sleeper):
     assert alive(write_lock(tmp_path, pid=sleeper.pid, started=locking._started(sleeper.pid), age=100 * STALE_SECONDS))
 
 
-@pytest.mark.parametrize("age, free", [(0.0, False), (0.8 * STALE_SECONDS, False), (1.2 * STALE_SECONDS, True)])
-def test_another_machine_is_alive_as_long_as_it_touches_the_lock(tmp_path, age, free):
-    write_lock(tmp_path, pid=1, host="elsewhere", age=age)
-    assert is_free(tmp_path) == free
+@pytest.fixture
+def clock(monkeypatch):
+    """This process's own clock, in seconds, to be moved by hand."""
+    now = [1000.0]
+    monkeypatch.setattr(locking, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    return now
+
+
+@pytest.mark.parametrize("ahead", [-7200.0, 0.0, 7200.0])
+def test_another_machine_is_alive_as_long_as_it_touches_the_lock_whatever_its_clock_says(tmp_path, clock, ahead):
+    path = write_lock(tmp_path, pid=1, host="elsewhere", age=-ahead)
+    for _ in range(4):
+        assert not is_free(tmp_path)
+        clock[0] += 0.8 * STALE_SECONDS
+        assert not is_free(tmp_path)
+        os.utime(path, ns=(path.stat().st_mtime_ns + 1_000_000,) * 2)   # its heartbeat
+    assert not is_free(tmp_path)
+    clock[0] += 1.2 * STALE_SECONDS
+    assert is_free(tmp_path)
+
+
+def test_another_holder_is_watched_anew(tmp_path, clock):
+    write_lock(tmp_path, pid=1, host="elsewhere", age=100.0)
+    assert not is_free(tmp_path)
+    clock[0] += 1.2 * STALE_SECONDS
+    mtime = (tmp_path / "lock").stat().st_mtime_ns
+    os.utime(write_lock(tmp_path, pid=2, host="elsewhere"), ns=(mtime, mtime))   # taken over in the meantime, at the same instant of a coarse clock
+    assert not is_free(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["another boot pid:[1]", None])
+def test_a_machine_of_the_same_name_is_not_this_one(tmp_path, sleeper, place):
+    """Containers share host names: a process number there means nothing here, nor in a lock that does not say where it is."""
+    path = write_lock(tmp_path, pid=sleeper.pid, started="0", place=place or "x")
+    if place is None:
+        path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "place"}))
+    assert alive(path)
+    assert not alive(write_lock(tmp_path, pid=sleeper.pid, started="0"))
+
+
+def test_a_disk_that_does_not_answer_for_a_moment_costs_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(locking, "HEARTBEAT_SECONDS", 0.01)
+    asked, lost, real = [], [], locking._holder
+
+    def hangs(path):
+        asked.append(path)
+        if 2 < len(asked) < 6:
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(locking, "_holder", hangs)
+    with FolderLock(tmp_path, lost=lost.append):
+        deadline = time.monotonic() + 30
+        while len(asked) < 12:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not lost and not (tmp_path / "lock").exists()
 
 
 def test_the_heartbeat_keeps_a_lock_fresh(tmp_path, monkeypatch):
@@ -121,11 +176,12 @@ def test_the_heartbeat_keeps_a_lock_fresh(tmp_path, monkeypatch):
 def test_who_has_lost_its_lock_neither_touches_nor_removes_the_new_one(tmp_path, monkeypatch):
     """A machine that slept for minutes comes back to a run that another one has taken over."""
     monkeypatch.setattr(locking, "HEARTBEAT_SECONDS", 0.01)
-    with FolderLock(tmp_path) as lock:
+    lost = []
+    with FolderLock(tmp_path, lost=lost.append) as lock:
         partial = write_lock(tmp_path / "..", pid=1, host="elsewhere", age=1000.0)
         partial.replace(tmp_path / "lock")
         lock._thread.join(30)
-        assert not lock._thread.is_alive()
+        assert not lock._thread.is_alive() and not lock.held() and lost == ["process 1 on elsewhere"]
         assert time.time() - (tmp_path / "lock").stat().st_mtime > 900
     assert json.loads((tmp_path / "lock").read_text())["host"] == "elsewhere"
 

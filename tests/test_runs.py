@@ -379,3 +379,13 @@ def test_many_processes_may_open_a_run_at_a_time(corpus, tmp_path):
     for thread in threads:
         thread.join(60)
     assert not errors and len(list(tmp_path.iterdir())) == 20
+
+
+def test_bf16_is_not_held_to_kernels_that_lack_it(corpus, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(runs, "same_bits", lambda: {"ATEN_CPU_CAPABILITY": "avx2"})
+    monkeypatch.setattr(runs.subprocess, "Popen", lambda command, *, env, **_: seen.append(env.get("ATEN_CPU_CAPABILITY")))
+    for dtype in ("float32", "bfloat16"):
+        runs._start(runs.open_run(tiny(corpus, dtype=dtype), tmp_path), [])
+    assert seen == ["avx2", None]
