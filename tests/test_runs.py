@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_runs import POSTHOC, clone, finished, folder_of, lines, results, stored, tiny
 
-from predmoe import paths, runs, worker
+from predmoe import paths, plan, runs, worker
 from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PredictorConfig
 from predmoe.posthoc import heads_file, load_heads
 from predmoe.runs import RunFailed, get_or_fit, get_or_measure, get_or_train, open_run, posthoc_name
@@ -200,17 +200,35 @@ def test_the_store_is_where_the_environment_says(monkeypatch, tmp_path):
 
 
 def test_a_failing_child_is_named_with_its_last_words_and_the_others_finish(pair, measured, corpus, tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    bad, good = tiny(corpus, device="cuda"), pair[1]
+    bad, good = tiny(corpus, lr=1e30), pair[1]
     shutil.copytree(measured[0] / good.hash, tmp_path / good.hash, ignore=shutil.ignore_patterns("posthoc-*"))
     told = []
     with pytest.raises(RunFailed) as failure:
         get_or_measure([bad, good], POSTHOC, profile="none", store=tmp_path, parallel=1, report=told.append)
     log = tmp_path / bad.hash / "log.txt"
-    assert str(failure.value) == f"run {bad.hash} failed: predmoe: device='cuda': no CUDA device here; use device: cpu (log: {log})"
+    said = log.read_text().splitlines()[-1]
+    assert said.startswith("predmoe: the loss is not finite at step ")
+    assert str(failure.value) == f"run {bad.hash} failed: {said.removeprefix('predmoe: ')} (log: {log})"   # who passes it on says who speaks
     assert [line for line in told if line.startswith("[")] == ["[1/2] joint 0.3 topk/input, seed 0: failed", "[2/2] baseline, seed 0: done"]
     assert open_run(good, tmp_path).measurement(POSTHOC)["hit"] == measured[1][1]["hit"]
+
+
+def test_what_this_machine_cannot_train_is_told_before_a_process_is_started(corpus, tmp_path, no_children, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RunFailed, match=r"^run \w+ not started: device='cuda': no CUDA device here; use device: cpu$"):
+        get_or_train(tiny(corpus, device="cuda"), store=tmp_path)
+    (tmp_path / "text.pdf").touch()
+    for name, said in (("absent.txt", "does not exist"), ("text.pdf", "is neither a directory nor one of .txt, .md, .jsonl")):
+        with pytest.raises(RunFailed, match=rf"^run \w+ not started: corpus 'files': {tmp_path / name} {said}$"):
+            get_or_train(tiny(f"files:{tmp_path / name}"), store=tmp_path)
+
+
+def test_a_run_that_cannot_be_started_is_told_at_once_and_the_others_go_on(corpus, tmp_path, stand_in):
+    stand_in(f"echo '{stored()}' > $run/$name.json")
+    told, absent = [], tiny(f"files:{tmp_path / 'absent.txt'}")
+    with pytest.raises(RunFailed, match=f"^run {absent.hash} not started: .*absent.txt does not exist$"):
+        get_or_measure([absent, tiny(corpus)], POSTHOC, profile="none", store=tmp_path / "store", report=told.append)
+    assert told[0].startswith(f"run {absent.hash} not started: ") and told[1:] == ["[1/1] joint 0.3 topk/input, seed 0: done"]
 
 
 def test_an_interrupt_stops_the_child_and_the_next_call_goes_on_to_the_same_bits(corpus, tmp_path):
@@ -379,3 +397,23 @@ def test_many_processes_may_open_a_run_at_a_time(corpus, tmp_path):
     for thread in threads:
         thread.join(60)
     assert not errors and len(list(tmp_path.iterdir())) == 20
+
+
+def test_labels_name_what_tells_runs_apart_and_nothing_else():
+    base, alike = tiny("files:a"), tiny("files:a", objective={})
+    assert set(runs.labels([base, alike, base]).values()) == {"joint 0.3 topk/input, seed 0", "baseline, seed 0"}
+    sizes = [tiny("files:a", model={"hidden_size": size, "expert_size": size}, steps=size) for size in (32, 64)] + [tiny("files:a", model={"num_experts": 8})]
+    label = runs.labels([*sizes, alike])
+    assert [label[run.hash] for run in [*sizes, alike]] == [
+        "joint 0.3 topk/input, seed 0 (hidden_size 32, num_experts 4)", "joint 0.3 topk/input, seed 0 (hidden_size 64, num_experts 4)",
+        "joint 0.3 topk/input, seed 0 (hidden_size 32, num_experts 8)", "baseline, seed 0",
+    ]  # fmt: skip
+    longer = tiny("files:a", objective={}, steps=60)
+    assert runs.labels([alike, longer]) == {alike.hash: "baseline, seed 0 (steps 30)", longer.hash: "baseline, seed 0 (steps 60)"}
+
+
+@pytest.mark.parametrize("profile", ["smoke", "cpu"])
+def test_no_two_runs_of_a_plan_have_one_label(profile, tmp_path):
+    wanted = [item.run for item in plan.plan(profile, store=tmp_path)]
+    label = runs.labels(wanted)
+    assert len(set(label.values())) == len(label) == len({run.hash for run in wanted}) > 10
