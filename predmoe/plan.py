@@ -12,8 +12,8 @@ from pathlib import Path
 
 from . import config, downstream_study, execute, runs, studies
 from .files import read_json
+from .finished import TIMING
 from .model import count_parameters
-from .train import TIMING
 
 
 # How far a run is.

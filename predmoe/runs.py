@@ -21,8 +21,9 @@ from pathlib import Path
 from predmoe import children, corpora
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
 from predmoe.files import read_config, read_json, read_lines, write_json
+from predmoe.finished import TIMING, check_weights, is_complete, is_finished
 from predmoe.posthoc import heads_file
-from predmoe.train import TIMING, check_device, check_weights, is_complete, is_finished
+from predmoe.train import check_device
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
