@@ -12,10 +12,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import yaml
-
 from . import cli_downstream, cli_engine, cli_hf, cli_traces, config
 from .config import ConfigError
+from .files import parse_yaml
 
 
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)   # of a folder that a person named
@@ -256,7 +255,7 @@ def sections(changes: Sequence[str]) -> dict[str, dict]:
         if not (equals and dot and section and field):
             raise ConfigError(f"--set {change!r} is not SECTION.FIELD=VALUE, such as train.steps=200")
         try:
-            sections.setdefault(section, {})[field] = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):   # an integer of thousands of digits is no YAMLError
+            sections.setdefault(section, {})[field] = parse_yaml(text)
+        except ValueError:
             raise ConfigError(f"--set {change!r}: the value is not YAML") from None
     return sections

@@ -28,13 +28,12 @@ from typing import TextIO
 
 import nbformat
 import papermill
-import yaml
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
 from . import paths, progress
 from .config import ConfigError
-from .files import parse_json
+from .files import parse_json, parse_yaml
 
 KERNEL = "python3"
 KERNEL_SECONDS = 300   # to start within, on a machine that does other work as well
@@ -298,11 +297,12 @@ def _parameters(notebook: Path, profile: str) -> dict | None:
     if not source.exists():
         return given if profile == "smoke" or defaults.keys() <= {"profile"} else None
     try:
-        params = yaml.safe_load(source.read_text()) or {}
+        params = parse_yaml(source.read_text())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:   # an integer of thousands of digits is no YAMLError
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from None
+    params = {} if params is None else params   # an empty file
     if not isinstance(params, dict):
         raise ConfigError(f"{source} holds a {type(params).__name__}; it needs `name: value` lines")
     try:

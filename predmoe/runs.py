@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from predmoe import children, corpora
+from predmoe.checkpoint import find_checkpoint
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
 from predmoe.files import read_config, read_json, read_lines, write_json
 from predmoe.finished import TIMING, check_weights, is_complete, is_finished
 from predmoe.posthoc import heads_file
-from predmoe.train import check_device
+from predmoe.train import check_device, load_predictor
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
@@ -142,7 +143,9 @@ def get_or_train(config: RunConfig, *, store: Path, nproc: int = 1, engine: str 
         raise ConfigError(f"nproc={nproc} must be at least 1")
     run = open_run(config, store)
     if run.has_checkpoint:
+        find_checkpoint(run.path / "checkpoint", config.model)
         check_weights(run.path)
+        load_predictor(run.path / "checkpoint", config)
     else:
         _work([(run, [])], parallel=1, report=report, nproc=nproc, engine=engine)
     return run

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_runs import POSTHOC, clone, finished, folder_of, lines, results, stored, tiny
 
-from predmoe import paths, plan, runs, worker
+from predmoe import paths, runs, worker
 from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PredictorConfig
 from predmoe.posthoc import heads_file, load_heads
 from predmoe.runs import RunFailed, get_or_fit, get_or_measure, get_or_train, open_run, posthoc_name
@@ -125,6 +125,19 @@ def test_a_finished_run_whose_weights_file_is_cut_is_not_called_done(pair, measu
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ConfigError, match="the checkpoint's weights changed after the run .*restore them, or remove the folder"):
         runs.get_or_train(pair[1], store=tmp_path)
+
+
+@pytest.mark.parametrize("name, damage, said", [
+    ("config.json", lambda raw: raw.replace(b'"hidden_size": 32', b'"hidden_size": 64'), "is a checkpoint of another shape: hidden_size=64 .wanted 32."),
+    ("config.json", lambda raw: raw[:50], "config.json is damaged, it is not JSON"),
+    ("predictor.safetensors", lambda raw: raw[:1000], "predictor.safetensors does not hold the heads of this run"),
+])  # fmt: skip
+def test_a_finished_run_whose_checkpoint_does_not_fit_it_is_not_called_done(pair, measured, tmp_path, no_children, name, damage, said):
+    folder = shutil.copytree(measured[0] / pair[0].hash, tmp_path / pair[0].hash)
+    file = folder / "checkpoint" / name
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConfigError, match=said):
+        runs.get_or_train(pair[0], store=tmp_path)
 
 
 def test_a_run_goes_on_with_no_other_text(pair, measured, corpus, tmp_path):
@@ -397,23 +410,3 @@ def test_many_processes_may_open_a_run_at_a_time(corpus, tmp_path):
     for thread in threads:
         thread.join(60)
     assert not errors and len(list(tmp_path.iterdir())) == 20
-
-
-def test_labels_name_what_tells_runs_apart_and_nothing_else():
-    base, alike = tiny("files:a"), tiny("files:a", objective={})
-    assert set(runs.labels([base, alike, base]).values()) == {"joint 0.3 topk/input, seed 0", "baseline, seed 0"}
-    sizes = [tiny("files:a", model={"hidden_size": size, "expert_size": size}, steps=size) for size in (32, 64)] + [tiny("files:a", model={"num_experts": 8})]
-    label = runs.labels([*sizes, alike])
-    assert [label[run.hash] for run in [*sizes, alike]] == [
-        "joint 0.3 topk/input, seed 0 (hidden_size 32, num_experts 4)", "joint 0.3 topk/input, seed 0 (hidden_size 64, num_experts 4)",
-        "joint 0.3 topk/input, seed 0 (hidden_size 32, num_experts 8)", "baseline, seed 0",
-    ]  # fmt: skip
-    longer = tiny("files:a", objective={}, steps=60)
-    assert runs.labels([alike, longer]) == {alike.hash: "baseline, seed 0 (steps 30)", longer.hash: "baseline, seed 0 (steps 60)"}
-
-
-@pytest.mark.parametrize("profile", ["smoke", "cpu"])
-def test_no_two_runs_of_a_plan_have_one_label(profile, tmp_path):
-    wanted = [item.run for item in plan.plan(profile, store=tmp_path)]
-    label = runs.labels(wanted)
-    assert len(set(label.values())) == len(label) == len({run.hash for run in wanted}) > 10
