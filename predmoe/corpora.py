@@ -297,14 +297,16 @@ class LocalFiles:
         for path in self.paths:
             if not path.exists():
                 raise ConfigError(f"corpus 'files': {path} does not exist")
-            if not path.is_dir() and path.suffix not in self.suffixes:
-                raise ConfigError(f"corpus 'files': {path} is neither a directory nor one of {', '.join(self.suffixes)}")
+            if not path.is_dir() and not (path.is_file() and path.suffix in self.suffixes):   # a pipe would be waited for without end
+                raise ConfigError(f"corpus 'files': {path} is neither a directory nor a file of {', '.join(self.suffixes)}")
 
     def documents(self) -> Iterator[Document]:
         self.check()
         for number, path in enumerate(self.paths):
             if path.is_dir():
                 for file in sorted(path.rglob("*")):
+                    if file.is_dir() and not os.access(file, os.R_OK | os.X_OK):   # whose files would be missing without a word
+                        raise ConfigError(f"cannot read {file}: Permission denied")
                     if file.suffix in self.suffixes and file.is_file():
                         yield from _file(file, _name(path.resolve(), path.resolve().name), _name(file, f"{number}/{file.relative_to(path).as_posix()}"))
             else:

@@ -153,7 +153,7 @@ def test_text_that_cannot_be_used_is_named(tmp_path, name, content, message):
         ("offline:2", "corpus='offline:2' is unknown"),
         ("files:", "names no path; write files:PATH"),
         ("files:/nowhere/at/all.txt", "/nowhere/at/all.txt does not exist"),
-        (f"files:{__file__}", "test_corpora.py is neither a directory nor one of .txt, .md, .jsonl"),
+        (f"files:{__file__}", "test_corpora.py is neither a directory nor a file of .txt, .md, .jsonl"),
         ("fineweb-edu:many", "must be a number of documents"),
         ("fineweb-edu:0", "must be a number of documents"),
     ],
@@ -161,3 +161,20 @@ def test_text_that_cannot_be_used_is_named(tmp_path, name, content, message):
 def test_an_unknown_corpus_says_what_is_possible(spec, message):
     with pytest.raises(ConfigError, match=message):
         prepare(DataConfig(corpus=spec))
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(ConfigError, match="pipe.txt is neither a directory nor a file of .txt"):
+        corpora.check(f"files:{tmp_path / 'pipe.txt'}")
+    (tmp_path / "a.txt").write_text("some text")
+    assert [document.text for document in corpora.corpus(f"files:{tmp_path}").documents()] == ["some text"]
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out_without_a_word(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed" / "a.txt").write_text("some text")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path / "closed") and access(path, mode))   # the suite may run as root
+    with pytest.raises(ConfigError, match="cannot read .*closed: Permission denied"):
+        list(corpora.corpus(f"files:{tmp_path}").documents())

@@ -231,7 +231,7 @@ def test_what_this_machine_cannot_train_is_told_before_a_process_is_started(corp
     with pytest.raises(RunFailed, match=r"^run \w+ not started: device='cuda': no CUDA device here; use device: cpu$"):
         get_or_train(tiny(corpus, device="cuda"), store=tmp_path)
     (tmp_path / "text.pdf").touch()
-    for name, said in (("absent.txt", "does not exist"), ("text.pdf", "is neither a directory nor one of .txt, .md, .jsonl")):
+    for name, said in (("absent.txt", "does not exist"), ("text.pdf", "is neither a directory nor a file of .txt, .md, .jsonl")):
         with pytest.raises(RunFailed, match=rf"^run \w+ not started: corpus 'files': {tmp_path / name} {said}$"):
             get_or_train(tiny(f"files:{tmp_path / name}"), store=tmp_path)
 
