@@ -184,13 +184,18 @@ def _shards(index: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def find_checkpoint(folder: str | Path) -> tuple[ModelConfig, list[Path]]:
-    """What the OLMoE checkpoint in `folder` is, and its safetensors files (one, or shards with an index). Raises ConfigError where it is none or incomplete."""
+def find_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> tuple[ModelConfig, list[Path]]:
+    """What the OLMoE checkpoint in `folder` is, and its safetensors files (one, or shards with an index). Raises ConfigError where it is none, incomplete, or
+    not what is `expected`."""
     folder = Path(folder)
     source = folder / "config.json"
     if not source.is_file():
         raise ConfigError(f"{folder} holds no config.json: it is not a checkpoint")
     config = model_config(_read_json(source), str(source))
+    if expected is not None and config != expected:
+        a, b = to_dict(config), to_dict(expected)
+        differing = ", ".join(f"{n}={a[n]} (wanted {b[n]})" for n in a if a[n] != b[n])
+        raise ConfigError(f"{folder} is a checkpoint of another shape: {differing}")
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / names[0]).is_file():  # transformers takes the single file first, too
         names = _shards(index)
@@ -205,11 +210,7 @@ def load_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> 
 
     Raises ConfigError where files are missing or damaged, the format is another, or `expected` differs from what is stored.
     """
-    config, files = find_checkpoint(folder)
-    if expected is not None and config != expected:
-        a, b = to_dict(config), to_dict(expected)
-        differing = ", ".join(f"{n}={a[n]} (wanted {b[n]})" for n in a if a[n] != b[n])
-        raise ConfigError(f"{folder} is a checkpoint of another shape: {differing}")
+    config, files = find_checkpoint(folder, expected)
     state: dict[str, Tensor] = {}
     for file in files:
         try:

@@ -12,12 +12,13 @@ FAILED = 2
 SILENT = 64   # plus the errno of the write that failed: the exit code of a child that could not write its last words
 PARENT = "PREDMOE_PARENT"   # the process without which the child has nobody to work for
 LOOK_SECONDS = 0.5
+MARK = "predmoe: "   # what every sentence on standard error begins with
 
 
 def last_words(sentence: str) -> int:
     """Write a failed child's sentence and return its exit code. On a full disk there may be no room for it: then the exit code has to do."""
     try:
-        print(f"predmoe: {sentence}", file=sys.stderr, flush=True)
+        print(f"{MARK}{sentence}", file=sys.stderr, flush=True)
         return FAILED
     except OSError as error:
         _silence()

@@ -4,25 +4,52 @@ in `cli_engine`, `probe` in `cli_hf`, `evaluate` in `cli_downstream`. What a per
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-import yaml
 
 from . import cli_downstream, cli_engine, cli_hf, cli_traces, config
 from .config import ConfigError
+from .files import parse_yaml
 
 
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)   # of a folder that a person named
 
 
+class Stopped(KeyboardInterrupt):
+    """The process was told to end by a signal, its first argument. What cleans up after Ctrl-C cleans up after it."""
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[None]:
+    """Within, SIGTERM (and SIGHUP, of a terminal that is closed) raise Stopped, once: by themselves they end Python without a word and without
+    ending its children. Where a caller has a handler of its own, or ignores them as nohup does, that stays."""
+    def stop(number, _):
+        for each in mine:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    main_thread = threading.current_thread() is threading.main_thread()   # elsewhere no handler can be set
+    mine = [number for number in (signal.SIGTERM, signal.SIGHUP) if main_thread and signal.getsignal(number) == signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted."""
+    """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted, 143 terminated (129: its terminal closed)."""
     options = _parser().parse_args(arguments)
     try:
-        return options.command(options)
+        with _stopping():
+            return options.command(options)
     except ConfigError as error:
         return _say(str(error), 2)
     except OSError as error:
@@ -33,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         return _say(f"no space left for {error.filename or 'a file'}; free some and run the same command again, what is finished is kept", 2)
+    except Stopped as stopped:
+        number = signal.Signals(stopped.args[0])
+        return _say(f"stopped by {number.name}; the last checkpoint and all that is finished are kept, and the same command goes on from there", 128 + number)
     except KeyboardInterrupt:
         return _say("interrupted; the same command goes on where this one stopped", 130)
 
@@ -225,7 +255,7 @@ def sections(changes: Sequence[str]) -> dict[str, dict]:
         if not (equals and dot and section and field):
             raise ConfigError(f"--set {change!r} is not SECTION.FIELD=VALUE, such as train.steps=200")
         try:
-            sections.setdefault(section, {})[field] = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):   # an integer of thousands of digits is no YAMLError
+            sections.setdefault(section, {})[field] = parse_yaml(text)
+        except ValueError:
             raise ConfigError(f"--set {change!r}: the value is not YAML") from None
     return sections

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -113,8 +114,8 @@ def _generate(options) -> int:
         try:
             _speak(engine, prompts, text, options)
             engine.experts.quiet()
-        except KeyboardInterrupt:
-            code = 130
+        except KeyboardInterrupt as stopped:   # of another signal than Ctrl-C its number comes with it (`cli`)
+            code = 128 + (stopped.args[0] if stopped.args else signal.SIGINT)
         except EngineError as error:
             print(f"predmoe: {error}", file=sys.stderr)
             code = 1

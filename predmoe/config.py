@@ -10,8 +10,9 @@ import dataclasses
 import re
 from dataclasses import dataclass
 
+from predmoe.measurements import EVAL_TASKS, DownstreamConfig, LocalityConfig, PosthocConfig  # noqa: F401  likewise
 from predmoe.strict import (  # noqa: F401  what uses configurations has the machinery from here
-    ConfigError, at_least, build, choice, coerce, count, later, momentum, positive, stable_hash, to_dict, within,
+    SEEDS, ConfigError, at_least, build, choice, coerce, count, later, momentum, positive, stable_hash, to_dict, within,
 )  # fmt: skip
 
 ROUTINGS = ("topk", "early", "hash")
@@ -20,9 +21,8 @@ TARGETS = ("topk", "soft", "membership")
 GRADIENTS = ("input", "both", "none")
 TRAINED = ("lora", "half", "full", "none")
 DTYPES = ("float32", "bfloat16")
-EVAL_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "openbookqa", "lambada_openai")   # the harness's own names
 MOST_THREADS = 4096
-SEEDS = (-(2**63), 2**63 - 1)   # what torch takes
+TOKENIZERS = ("bpe8k", "gpt2")   # ours; a fine-tune of a checkpoint may name another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +118,24 @@ class ObjectiveConfig:
             raise ConfigError(f"ramp_start={self.ramp_start}, ramp_end={self.ramp_end} must satisfy 0 <= start <= end <= 1")
 
 
+def corpus_name(spec: str) -> tuple[str, str]:
+    """What the corpus `spec` is and what follows its colon: ("files", "a.txt,b.txt"). Raises ConfigError where there is no such corpus; whether its text
+    can be had is for `corpora` to find out."""
+    name, colon, rest = spec.partition(":")
+    if name == "fineweb-edu" and colon and not (rest.isdecimal() and int(rest)):
+        raise ConfigError(f"corpus={spec!r}: what follows the colon must be a number of documents, as in fineweb-edu:40000")
+    if name == "files" and not rest.strip(","):
+        raise ConfigError(f"corpus={spec!r} names no path; write files:PATH[,PATH...]")
+    if name not in ("fineweb-edu", "files") and spec not in ("offline", "offline-large"):
+        raise ConfigError(f"corpus={spec!r} is unknown; choose offline, fineweb-edu[:DOCUMENTS], offline-large or files:PATH[,PATH...]")
+    return name, rest
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which text, in which tokens, in which order; `heldout_tokens` and `dev_tokens` fix the two sets never trained on.
 
-    `corpus`: "offline" (pinned packages), "fineweb-edu" (hub), or "files:PATH[,PATH...]" (local .txt, .md, .jsonl).
+    `corpus`: "offline" and "offline-large" (pinned packages), "fineweb-edu[:DOCUMENTS]" (hub), or "files:PATH[,PATH...]" (local .txt, .md, .jsonl).
     """
 
     corpus: str = "offline"
@@ -133,6 +146,7 @@ class DataConfig:
     dev_tokens: int = 32_768
 
     def __post_init__(self):
+        corpus_name(self.corpus)
         count("order_seed", self.order_seed, 0, SEEDS[1])
         for name in ("shuffle_buffer", "heldout_tokens", "dev_tokens"):
             count(name, getattr(self, name))
@@ -182,79 +196,6 @@ class TrainConfig:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r} is unknown; choose one of cpu, cuda, cuda:N")
         within("seed", self.seed, *SEEDS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PosthocConfig:
-    """Fresh predictors on a frozen backbone, trained on cached activations until a dev curve stops improving.
-
-    Every `eval_every` steps the mean dev hit@k is taken; an improvement below `min_gain` divides the learning rate by
-    4, and after `patience` such divisions the fit has converged. `max_steps` is a stop that is recorded, not a target.
-    """
-
-    tokens: int = 196_608
-    batch_tokens: int = 2048
-    lr: float = 1e-2
-    weight_decay: float = 0.0
-    eval_every: int = 125
-    min_gain: float = 1e-3
-    patience: int = 3
-    max_steps: int = 6000
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("tokens", "batch_tokens", "eval_every", "patience", "max_steps"):
-            count(name, getattr(self, name))
-        positive("lr", self.lr)
-        within("min_gain", self.min_gain, 0.0, 1.0)
-        within("seed", self.seed, *SEEDS)
-        at_least("weight_decay", self.weight_decay, 0.0)
-        if self.eval_every > self.max_steps:
-            raise ConfigError(f"eval_every={self.eval_every} exceeds max_steps={self.max_steps}: the fit would end without one evaluation")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalityConfig:
-    """The second measurement of a finished run: how local its routing is in time, and two predictors of the same layer.
-
-    `segment`: tokens of a segment of SRP and SCH. `shares`: cache sizes, as fractions of a layer's experts. `fit`: how the
-    pre-attention and the next-token predictor are fitted, by the rule of the post-hoc predictors.
-    """
-
-    segment: int = 16
-    shares: tuple[float, ...] = (0.125, 0.25, 0.5)
-    fit: PosthocConfig = PosthocConfig()
-
-    def __post_init__(self):
-        count("segment", self.segment)
-        if not self.shares or any(not 0 < share <= 1 for share in self.shares) or len(set(self.shares)) != len(self.shares):
-            raise ConfigError(f"shares={self.shares} must be distinct fractions of a layer's experts, above 0 and at most 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DownstreamConfig:
-    """The third measurement of a finished run: zero-shot tasks of the lm-evaluation-harness, and a cloze task of our own.
-
-    `items`: of each task, drawn with `seed` (0: all). `cloze`: items made of the run's held-out text (0: none). `hub`: tasks come
-    from the hub, else from local files. `peer_items`: of each task, scored by the harness's transformers class as well.
-    """
-
-    tasks: tuple[str, ...] = EVAL_TASKS
-    items: int = 1000
-    cloze: int = 1000
-    seed: int = 0
-    hub: bool = False
-    peer_items: int = 50
-
-    def __post_init__(self):
-        for task in self.tasks:
-            choice("task", task, EVAL_TASKS)
-        if len(set(self.tasks)) != len(self.tasks):
-            raise ConfigError(f"tasks={self.tasks} must be distinct")
-        for name in ("items", "cloze", "seed", "peer_items"):
-            at_least(name, getattr(self, name), 0)
-        if not self.tasks and not self.cloze:
-            raise ConfigError("tasks=() and cloze=0 leave nothing to measure downstream")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +262,8 @@ class RunConfig:
     def __post_init__(self):
         if self.finetune is not None:
             self.finetune.check(self.model, self.data)
+        else:
+            choice("tokenizer", self.data.tokenizer, TOKENIZERS)
         for name in ("heldout_tokens", "dev_tokens"):
             if getattr(self.data, name) < self.model.context:  # else it would be said at the end of training
                 raise ConfigError(f"{name}={getattr(self.data, name)} must be at least one context of {self.model.context} tokens")

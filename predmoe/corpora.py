@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from predmoe.config import ConfigError
+from predmoe.config import ConfigError, corpus_name
 from predmoe.files import parse_json
 
 
@@ -58,23 +58,22 @@ class Corpus(Protocol):
 
 def corpus(spec: str) -> Corpus:
     """The corpus that `spec` names: "offline", "offline-large", "fineweb-edu[:DOCUMENTS]" or "files:PATH[,PATH...]"."""
-    name, _, rest = spec.partition(":")
-    if spec == "offline":
-        return Offline()
-    if spec == "offline-large":
+    name, rest = corpus_name(spec)
+    if name == "offline-large":
         from predmoe.corpora_large import OfflineLarge
 
         return OfflineLarge()
     if name == "fineweb-edu":
-        if rest and not (rest.isdecimal() and int(rest)):
-            raise ConfigError(f"corpus={spec!r}: what follows the colon must be a number of documents, as in fineweb-edu:40000")
         return FinewebEdu(int(rest)) if rest else FinewebEdu()
     if name == "files":
-        paths = tuple(Path(part).expanduser() for part in rest.split(",") if part)
-        if not paths:
-            raise ConfigError(f"corpus={spec!r} names no path; write files:PATH[,PATH...]")
-        return LocalFiles(paths)
-    raise ConfigError(f"corpus={spec!r} is unknown; choose offline, fineweb-edu[:DOCUMENTS], offline-large or files:PATH[,PATH...]")
+        return LocalFiles(tuple(Path(part).expanduser() for part in rest.split(",") if part))
+    return Offline()
+
+
+def check(spec: str) -> None:
+    """Raise ConfigError where a glance tells that the corpus `spec` cannot be had: local files that are not there."""
+    if isinstance(source := corpus(spec), LocalFiles):
+        source.check()
 
 
 def contents_key(documents: Iterator[Document]) -> str:
@@ -293,16 +292,23 @@ class LocalFiles:
     def __init__(self, paths: tuple[Path, ...]):
         self.paths = paths
 
+    def check(self) -> None:
+        """Raise ConfigError where a path is not there or not of a kind that is read; its contents are not looked at."""
+        for path in self.paths:
+            if not path.exists():
+                raise ConfigError(f"corpus 'files': {path} does not exist")
+            if not path.is_dir() and not (path.is_file() and path.suffix in self.suffixes):   # a pipe would be waited for without end
+                raise ConfigError(f"corpus 'files': {path} is neither a directory nor a file of {', '.join(self.suffixes)}")
+
     def documents(self) -> Iterator[Document]:
+        self.check()
         for number, path in enumerate(self.paths):
             if path.is_dir():
                 for file in sorted(path.rglob("*")):
+                    if file.is_dir() and not os.access(file, os.R_OK | os.X_OK):   # whose files would be missing without a word
+                        raise ConfigError(f"cannot read {file}: Permission denied")
                     if file.suffix in self.suffixes and file.is_file():
                         yield from _file(file, _name(path.resolve(), path.resolve().name), _name(file, f"{number}/{file.relative_to(path).as_posix()}"))
-            elif not path.exists():
-                raise ConfigError(f"corpus 'files': {path} does not exist")
-            elif path.suffix not in self.suffixes:
-                raise ConfigError(f"corpus 'files': {path} is neither a directory nor one of {', '.join(self.suffixes)}")
             else:
                 yield from _file(path, "text", _name(path, f"{number}/{path.name}"))
 

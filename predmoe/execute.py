@@ -22,18 +22,18 @@ import tokenize
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 import nbformat
 import papermill
-import yaml
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from . import paths
+from . import paths, progress
 from .config import ConfigError
-from .files import parse_json
+from .files import parse_json, parse_yaml
 
 KERNEL = "python3"
 KERNEL_SECONDS = 300   # to start within, on a machine that does other work as well
@@ -235,7 +235,7 @@ def _read(notebook: Path) -> nbformat.NotebookNode:
 # --- a whole profile ---------------------------------------------------------------------------------------------------
 
 UPPER = (   # above the notebooks: a change there changes no result
-    "__main__.py", "cli.py", "plan.py", "report.py", "paper.py", "paper_build.py", "paper_figures.py", "paper_tables.py", "paper_text.py", "references.py", "tex.py",
+    "__main__.py", "cli.py", "plan.py", "progress.py", "report.py", "paper.py", "paper_build.py", "paper_figures.py", "paper_tables.py", "paper_text.py", "references.py", "tex.py",
 )  # fmt: skip
 
 
@@ -297,11 +297,12 @@ def _parameters(notebook: Path, profile: str) -> dict | None:
     if not source.exists():
         return given if profile == "smoke" or defaults.keys() <= {"profile"} else None
     try:
-        params = yaml.safe_load(source.read_text()) or {}
+        params = parse_yaml(source.read_text())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:   # an integer of thousands of digits is no YAMLError
-        raise ConfigError(f"{source} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from None
+    params = {} if params is None else params   # an empty file
     if not isinstance(params, dict):
         raise ConfigError(f"{source} holds a {type(params).__name__}; it needs `name: value` lines")
     try:
@@ -311,8 +312,8 @@ def _parameters(notebook: Path, profile: str) -> dict | None:
     return params | given
 
 
-def run(jobs: Sequence[Job], *, force: bool = False, verbose: bool = False, say: Callable[[str], None] = print) -> dict[str, str]:
-    """Execute what is not up to date, a line of progress each, and return name -> what went wrong.
+def run(jobs: Sequence[Job], *, force: bool = False, verbose: bool = False, say: Callable[[str], None] = partial(print, flush=True)) -> dict[str, str]:
+    """Execute what is not up to date, a line of progress each and one now and then while it runs, and return name -> what went wrong.
 
     An executed copy is up to date while everything that it depends on is as it was. A notebook that fails does not stop the others,
     only 00_report, which sums them all up. Interrupted, the next call goes on where this one stopped.
@@ -333,8 +334,10 @@ def run(jobs: Sequence[Job], *, force: bool = False, verbose: bool = False, say:
             say(f"{head}: running ({stale or 'forced'})")
             began = time.monotonic()
             job.record.unlink(missing_ok=True)
+            heard = progress.Heard(sys.stdout if verbose else None)
             try:
-                execute(job.notebook, job.out, job.params, stdout=sys.stdout if verbose else None)
+                with progress.told(head, heard, say):
+                    execute(job.notebook, job.out, job.params, stdout=heard)
             except NotebookFailed as error:
                 failures[job.name] = str(error)
                 say(f"{head}: FAILED after {time.monotonic() - began:.0f} s: {error}")

@@ -49,14 +49,11 @@ def training_curves(pairs: Sequence[tuple[str, config.RunConfig]], *, profile: s
     """Columns arm, seed, step, term, nats: the weighted loss terms while training, from the run store."""
     from . import runs
 
-    rows = []
-    for arm, run in pairs:
-        logged = runs.Run(runs.default_store(profile) / run.hash, run).metrics()
-        rows += [
-            {"arm": arm, "seed": run.train.seed, "step": line["step"], "term": term, "nats": nats}
-            for line in logged if "terms" in line for term, nats in line["terms"].items()
-        ]  # fmt: skip
-    return pd.DataFrame(rows)
+    logs = [(arm, run.train.seed, runs.Run(runs.default_store(profile) / run.hash, run).metrics()) for arm, run in pairs]
+    return pd.DataFrame([
+        {"arm": arm, "seed": seed, "step": line["step"], "term": term, "nats": nats}
+        for arm, seed, logged in logs for line in logged if "terms" in line for term, nats in line["terms"].items()
+    ])  # fmt: skip
 
 
 def primary(found: Mapping[str, Mapping]) -> str | None:

@@ -1,4 +1,4 @@
-"""The small files of a run: JSON that is replaced as a whole, and read with a sentence about what is damaged."""
+"""The small files of a run: JSON that is replaced as a whole, and read with a sentence about what is damaged; and YAML that a person writes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+
+import yaml
 
 from predmoe.config import ConfigError, build
 
@@ -21,6 +23,24 @@ def write_json(path: Path, value) -> None:
     except OSError as error:  # of a failed write, which does not say of which file
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+class _Strict(yaml.SafeLoader):
+    """YAML as it is defined: PyYAML lets the last of two entries of one name stand without a word."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for number, (key, _) in enumerate(node.value) if isinstance(key, yaml.ScalarNode) and key.value in names[:number]]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0].value} is there twice", twice[0].start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str):
+    """The value of a YAML document of plain types. Raises ValueError, on one line, for all that cannot be read."""
+    try:
+        return yaml.load(text, _Strict)
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:   # an integer of thousands of digits is no YAMLError; nor is a mapping as a name
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def parse_json(text: str | bytes):

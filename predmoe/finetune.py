@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from predmoe.checkpoint import dense_entries, model_config
-from predmoe.config import ConfigError, FinetuneConfig, ModelConfig, RunConfig, to_dict
+from predmoe.config import TOKENIZERS, ConfigError, FinetuneConfig, ModelConfig, RunConfig, to_dict
 from predmoe.data import Tokens, prepare
 from predmoe.hf import Backbone, find_gates
-from predmoe.hf_models import OURS, load, seems_foreign, tokenizer_of
+from predmoe.hf_models import load, seems_foreign, tokenizer_of
 from predmoe.model import MoEModel
 from predmoe.objectives import stack
 from predmoe.predictor import membership
@@ -33,7 +33,7 @@ MERGED_APART = 0.01   # nats: how far the merged model's loss may lie from that 
 
 def prepare_text(config: RunConfig) -> Tokens:
     """The text of a run; of a fine-tune with the tokenizer that `data.tokenizer` names, one of ours, a folder or a hub id."""
-    if config.finetune is None or config.data.tokenizer in OURS:
+    if config.finetune is None or config.data.tokenizer in TOKENIZERS:
         return prepare(config.data)
     return prepare(config.data, tokenizer=tokenizer_of(config.finetune.checkpoint, config.data.tokenizer))
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 
-from predmoe.config import ConfigError
+from predmoe.config import TOKENIZERS, ConfigError
 from predmoe.hf import Backbone
 from predmoe.tokenizer import Tokenizer, load_tokenizer
 
-OURS = ("bpe8k", "gpt2")   # of tokenizer.load_tokenizer
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -106,7 +105,7 @@ def tokenizer_of(name: str, asked: str | None = None) -> Tokenizer | HubTokenize
     source = checkpoint_folder(name)
     own = own_tokenizer(Path(source)) if asked is None else None
     asked = asked or (own if own != TOKENIZER else None)
-    if asked in OURS:
+    if asked in TOKENIZERS:
         return load_tokenizer(asked)
     from transformers import AutoTokenizer
 

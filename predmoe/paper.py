@@ -63,11 +63,11 @@ def mixture(found: Mapping[str, Mapping]) -> list[str]:
 
 
 def behind(profile: str, decided) -> list[str]:
-    """A sentence where claims.json does not follow from the results any more: the paper decides claims from the results themselves."""
+    """A sentence where claims.json is not there, is damaged, or does not follow from the results any more: the paper decides claims from the results themselves."""
     try:
         kept = {claim["id"]: claim for claim in results.load_claims(profile)}
-    except results.ResultError:
-        return [f"profile {profile} has no claims.json: 00_report writes it"]
+    except results.ResultError as error:   # missing, or damaged
+        return [f"{error} (the paper follows the results)"]
     stale = [claim["id"] for claim in decided if kept.get(claim["id"], {}).get("measured") != claim["measured"] or kept[claim["id"]]["verdict"] != claim["verdict"]]
     return [f"claims.json is behind the results for {', '.join(stale)}: run 00_report again (the paper follows the results)"] if stale else []
 

@@ -156,7 +156,7 @@ def load_all(profile: str) -> dict[str, dict]:
 def load_claims(profile: str) -> list[dict]:
     path = paths.outputs(profile) / "claims.json"
     if not path.exists():
-        raise ResultError(f"profile {profile} has no claims.json yet: results.update_claims({profile!r}) writes it")
+        raise ResultError(f"profile {profile} has no claims.json yet: run 00_report, which writes it")
     return _read_json(path, "claims")
 
 

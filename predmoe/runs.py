@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from predmoe import children, distributed
+from predmoe import children, corpora, distributed
+from predmoe.checkpoint import find_checkpoint
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
 from predmoe.files import read_config, read_json, read_lines, write_json
+from predmoe.finished import TIMING, check_weights, is_complete, is_finished
 from predmoe.posthoc import heads_file
-from predmoe.train import TIMING, check_weights, is_complete, is_finished
+from predmoe.train import check_device, load_predictor
 
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 20.0
@@ -140,7 +142,9 @@ def get_or_train(config: RunConfig, *, store: Path, nproc: int = 1, engine: str 
     distributed.check(config, nproc, engine)
     run = open_run(config, store)
     if run.has_checkpoint:
+        find_checkpoint(run.path / "checkpoint", config.model)
         check_weights(run.path)
+        load_predictor(run.path / "checkpoint", config)
     else:
         _work([(run, [])], parallel=1, report=report, nproc=nproc, engine=engine)
     return run
@@ -206,7 +210,11 @@ def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report, *
     """Run the jobs' child processes, `parallel` at a time, telling of each one's progress now and then. A job is a run and what to measure."""
     if parallel < 1:
         raise ConfigError(f"parallel={parallel} must be at least 1")
-    waiting, running, failures, done, told = list(jobs), {}, [], 0, time.monotonic()
+    refused = {run.path: why for run, _ in jobs if (why := _unusable(run.config))}   # as the child would find out, after some seconds
+    jobs, failures = [job for job in jobs if job[0].path not in refused], [f"run {path.name} not started: {why}" for path, why in refused.items()]
+    for failure in failures if jobs else ():   # now, and not when the others have ended
+        report(failure)
+    waiting, running, done, told, label = list(jobs), {}, 0, time.monotonic(), labels([run.config for run, _ in jobs])
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
@@ -220,10 +228,10 @@ def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report, *
                 done += 1
                 if child.returncode:
                     failures.append(f"run {run.config.hash} {_why(run, child.returncode, begun)}")
-                report(f"[{done}/{len(jobs)}] {describe(run.config)}: {'failed' if child.returncode else 'done'}")
+                report(f"[{done}/{len(jobs)}] {label[run.config.hash]}: {'failed' if child.returncode else 'done'}")
             if running and time.monotonic() - told > REPORT_SECONDS:
                 told = time.monotonic()
-                report("; ".join(f"{describe(run.config)}: {_last_line(run)}" for run, _ in running.values()))
+                report("; ".join(f"{label[run.config.hash]}: {_last_line(run)}" for run, _ in running.values()))
     finally:
         for child in running:  # an interrupt: the children stop too, and resume from their checkpoints next time
             child.terminate()
@@ -231,6 +239,16 @@ def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report, *
             child.wait()
     if failures:
         raise RunFailed("; ".join(failures))
+
+
+def _unusable(config: RunConfig) -> str:
+    """Why this machine cannot train or measure a run, as far as a glance tells: no such device, no such files. Empty where it can."""
+    try:
+        check_device(config.train.device)
+        corpora.check(config.data.corpus)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _start(run: Run, measurements: list[Measurement], *, nproc: int = 1, engine: str = "ddp", options: Sequence[str] = ()) -> subprocess.Popen:
@@ -259,8 +277,9 @@ def _why(run: Run, exit_code: int, begun: int) -> str:
 
 
 def _last_line(run: Run) -> str:
+    """What a run's child said last, without the mark of a sentence on standard error: who passes it on has its own."""
     lines = (run.path / "log.txt").read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "starting"
+    return lines[-1].removeprefix(children.MARK) if lines else "starting"
 
 
 def describe(config: RunConfig) -> str:
@@ -281,3 +300,27 @@ def describe(config: RunConfig) -> str:
         words.append(f"{how} on {'run ' + f.stock.hash if f.stock else f.checkpoint}")
     order = f", data order {config.data.order_seed}" if config.data.order_seed else ""
     return f"{' + '.join(words) or 'baseline'}, seed {config.train.seed}{order}"
+
+
+FOLLOWS = ("steps", "warmup_steps", "num_heads", "expert_size")   # what a change of size brings with it: named where nothing else tells runs apart
+
+
+def labels(configs: Sequence[RunConfig]) -> dict[str, str]:
+    """Hash -> `describe`, and, where runs would read the same, few fields that tell them apart: "baseline, seed 0 (hidden_size 96, num_experts 16)"."""
+    alike: dict[str, dict[str, RunConfig]] = {}
+    for config in configs:
+        alike.setdefault(describe(config), {})[config.hash] = config
+    return {digest: f"{text} ({apart})" if apart else text for text, group in alike.items() for digest, apart in _apart(group).items()}
+
+
+def _apart(group: dict[str, RunConfig]) -> dict[str, str]:
+    """The name and value of few fields for each of the runs, by hash, so that no two have the same; of equally telling fields the first."""
+    fields = {digest: {(section, name): value for section, values in to_dict(config).items() if isinstance(values, dict) for name, value in values.items()}
+              for digest, config in group.items()}  # fmt: skip
+    told = lambda names: len({str([mine.get(name) for name in names]) for mine in fields.values()})  # noqa: E731
+    chosen: list[tuple[str, str]] = []
+    for follows in (False, True):
+        names = [name for name in dict.fromkeys(name for mine in fields.values() for name in mine) if (name[1] in FOLLOWS) == follows]
+        while names and told([*chosen, best := max(names, key=lambda name: told([*chosen, name]))]) > told(chosen):
+            chosen.append(best)
+    return {digest: ", ".join(f"{name[1]} {mine.get(name)}" for name in chosen) for digest, mine in fields.items()}

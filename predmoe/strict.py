@@ -14,6 +14,7 @@ import types
 import typing
 from dataclasses import field
 
+SEEDS = (-(2**63), 2**63 - 1)   # what torch takes
 MOST = 2**31 - 1             # of whatever is counted: beyond it sizes overflow far from where they were given
 
 

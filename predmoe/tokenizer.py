@@ -12,7 +12,7 @@ from importlib import resources
 
 import tiktoken
 
-from predmoe.config import ConfigError
+from predmoe.config import TOKENIZERS, ConfigError
 from predmoe.paths import cache_folder
 
 ENDOFTEXT = "<|endoftext|>"
@@ -66,7 +66,7 @@ def load_tokenizer(name: str) -> Tokenizer:
                 "TIKTOKEN_CACHE_DIR at a filled cache, or use tokenizer='bpe8k'"
             ) from None
     else:
-        raise ConfigError(f"tokenizer={name!r} is unknown; choose one of bpe8k, gpt2")
+        raise ConfigError(f"tokenizer={name!r} is unknown; choose one of {', '.join(TOKENIZERS)}")
     digest = hashlib.sha256(encoding._pat_str.encode())
     for index in range(encoding.n_vocab):
         token = encoding.decode_single_token_bytes(index)

@@ -10,7 +10,6 @@ What a run writes into its folder:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -30,7 +29,8 @@ from predmoe.checkpoint import save_checkpoint
 from predmoe.config import ConfigError, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe.evaluation import Heads, evaluate
-from predmoe.files import read_json, read_lines, reason, write_json
+from predmoe.files import read_lines, reason, write_json
+from predmoe.finished import discard_other, weights_hash
 from predmoe.loader import Loader
 from predmoe.model import MoEModel
 from predmoe.objectives import stack, terms
@@ -39,8 +39,6 @@ from predmoe.token_table import TokenTable
 
 LOG_EVERY = 25  # steps
 CHECKPOINT_SECONDS = 60.0
-TIMING = {"steps": int, "seconds": (int, float), "tokens_per_second": (int, float)}   # what timing.json holds
-FINISHED = {"val_loss": (int, float)}   # what finished.json holds, beside hashes of text and weights
 BEGIN_ANEW = "restore it from a copy, or remove it to train the run from its start"
 
 
@@ -87,18 +85,6 @@ def new_predictor(config, model_config) -> Predictor:
 def check_device(device: str) -> None:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: no CUDA device here; use device: cpu")
-
-
-def is_complete(folder: Path, config: RunConfig) -> bool:
-    """Whether the run is finished and its checkpoint is all there: a clone of a repository has neither weights nor heads."""
-    needed = ["config.json", "model.safetensors"] + ["predictor.safetensors"] * bool(config.objective.lambda_pred)
-    return is_finished(folder) and all((folder / "checkpoint" / name).exists() for name in needed)
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether the run has come to its end. Raises ConfigError where finished.json is damaged."""
-    source = folder / "finished.json"
-    return source.exists() and bool(read_json(source, FINISHED, remedy=f"remove it: run {folder.name} is then trained again, to the same bits"))
 
 
 def forward_terms(model, predictor, windows: torch.Tensor, config: RunConfig, *, step: int, autocast: torch.dtype | None, table: TokenTable | None = None,
@@ -375,7 +361,7 @@ class Trainer:
                 save_checkpoint(model, checkpoint)
                 write_json(self.folder / "timing.json", self.timing())
                 finished = {"val_loss": result["val_loss"], "data_hash": self.tokens.hash, "weights": weights_hash(checkpoint)}
-                self._discard_other(finished)
+                discard_other(self.folder, finished, self.progress)
                 write_json(self.folder / "finished.json", finished)
             except Exception:
                 for partial in checkpoint.glob("*.partial"):
@@ -390,35 +376,12 @@ class Trainer:
         """Model and heads, undivided."""
         return self.model, self.predictor
 
-    def _discard_other(self, finished: dict) -> None:
-        """Remove measurements of other weights: those of an earlier training of this run that ended otherwise, on another kind of machine."""
-        source = self.folder / "finished.json"
-        known = read_json(source, FINISHED, remedy="remove it") if source.exists() else finished
-        if all(known.get(name, value) == value for name, value in finished.items()):
-            return
-        for described in self.folder.glob("*.config.json"):
-            described.with_name(described.name.replace(".config.json", ".json")).unlink(missing_ok=True)
-        self.progress(f"trained to other bits than before (held-out loss {finished['val_loss']:.6f}, was {known['val_loss']:.6f}), so its measurements are made anew")
-
 
 def check_archive(path: Path) -> None:
     """Raise BadZipFile where a file of torch.save is not what was written: torch itself loads flipped bits without a word."""
     with zipfile.ZipFile(path) as archive:
         if (broken := archive.testzip()) is not None:
             raise zipfile.BadZipFile(f"the checksum of {broken} is not that of its bytes")
-
-
-def weights_hash(checkpoint: Path) -> str:
-    """12 hex digits that name the weights of a checkpoint."""
-    with open(checkpoint / "model.safetensors", "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
-
-
-def check_weights(folder: Path) -> None:
-    """Raise ConfigError where the checkpoint of the finished run in `folder` no longer holds the weights that it ended with."""
-    found = weights_hash(folder / "checkpoint")
-    if (ended := read_json(folder / "finished.json").get("weights", found)) != found:
-        raise ConfigError(f"the checkpoint's weights changed after the run {folder} ended (they were {ended}, now {found}): restore them, or remove the folder to train the run again")
 
 
 def load_predictor(folder: Path, config: RunConfig) -> Predictor | None:

@@ -24,10 +24,11 @@ from predmoe.children import FAILED, end_with_parent, last_words, say
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe.files import read_config, read_json, read_lines, reason, write_json
+from predmoe.finished import TIMING, check_weights, is_complete, weights_hash
 from predmoe.locking import FolderLock, describe
 from predmoe.posthoc import heads_file, measure
 from predmoe.runs import open_run
-from predmoe.train import CHECKPOINT_SECONDS, TIMING, Trainer, TrainingError, check_device, check_weights, is_complete, load_predictor, weights_hash
+from predmoe.train import CHECKPOINT_SECONDS, Trainer, TrainingError, check_device, load_predictor
 
 FURTHER = {"locality": LocalityConfig, "downstream": DownstreamConfig}   # measurements besides the post-hoc one
 

@@ -44,6 +44,13 @@ def house(tmp_path, monkeypatch):
     return SimpleNamespace(notebook=notebook, params=params, root=tmp_path, outputs=tmp_path / "outputs")
 
 
+@pytest.fixture
+def outputs(tmp_path, monkeypatch):
+    """An empty outputs/."""
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path))
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A corpus whose token files lie in a temporary cache, for child processes as well."""

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from predmoe import experiments, results
+
 HORIZONS = ("1", "2", "4")
 DOMAINS = ("code", "encyclopaedia", "plays", "scripture", "speeches")
 BASE = {
@@ -57,3 +59,12 @@ def study(seeds=(0, 1, 2), arms=None) -> list[dict]:
     """baseline, joint and an alternative for every seed."""
     arms = arms or {"baseline": 0.0, "joint": 1.0, "alternative": 1.3}
     return [measurement(arm, seed, gain=gain) for seed in seeds for arm, gain in arms.items()]
+
+
+def finished(experiment="02_horizons", arms=None, profile="smoke"):
+    """The results of an experiment as its notebook leaves them in the profile's outputs."""
+    arms = arms or study()
+    run = results.start(experiment, profile, {"seeds": [0, 1, 2]})
+    effects = experiments.hit_effects(arms, "joint", "baseline", predictors=["linear", "ranking"])
+    run.finish(arms, effects, gates=experiments.gates(arms))
+    return run

@@ -46,6 +46,11 @@ def test_report_executes_writes_pages_and_carries_on(house, capsys):
         (["train", "--set", "steps=3"], "'steps=3' is not SECTION.FIELD=VALUE"),
         (["train", "--set", "train.steps=[3"], "the value is not YAML"),
         (["train", "--set", "predictor.horizons=[9]"], "horizon 9 must be below num_layers"),
+        (["train", "--set", "data.corpus=nonsense"], "corpus='nonsense' is unknown; choose offline, fineweb-edu[:DOCUMENTS], offline-large or files:PATH"),
+        (["train", "--set", "data.corpus=offline:3"], "corpus='offline:3' is unknown"),
+        (["train", "--set", "data.corpus=fineweb-edu:many"], "what follows the colon must be a number of documents"),
+        (["train", "--set", "data.corpus=files:,"], "names no path"),
+        (["train", "--set", "data.tokenizer=nonsense"], "tokenizer='nonsense' is unknown; choose one of bpe8k, gpt2"),
     ],
 )
 def test_what_a_person_can_mend_is_one_sentence_and_code_2(house, capsys, arguments, said):
@@ -82,7 +87,15 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch, capsys):
     assert "goes on where this one stopped" in capsys.readouterr().err
 
 
-def test_an_interrupt_within_a_cell_is_one_sentence_and_ends_the_kernel(house):
+INTERRUPTED = "predmoe: interrupted; the same command goes on where this one stopped\n"
+STOPPED = "predmoe: stopped by {}; the last checkpoint and all that is finished are kept, and the same command goes on from there\n"
+ENDS = pytest.mark.parametrize("how, code, said", [
+    (signal.SIGINT, 130, INTERRUPTED), (signal.SIGTERM, 143, STOPPED.format("SIGTERM")), (signal.SIGHUP, 129, STOPPED.format("SIGHUP")),
+])  # fmt: skip
+
+
+@ENDS
+def test_a_signal_within_a_cell_is_one_sentence_and_ends_the_kernel(house, how, code, said):
     """Sent to the whole group, as a terminal does. No word of the kernel's or of the libraries' around the sentence."""
     house.notebook("01_mechanism", 'profile = "smoke"  # profile', f"""
         import os, pathlib, time
@@ -90,20 +103,60 @@ def test_an_interrupt_within_a_cell_is_one_sentence_and_ends_the_kernel(house):
         os.rename({str(house.root / "partial")!r}, {str(house.root / "started")!r})
         time.sleep(400)
     """)  # fmt: skip
-    code = "import sys; from pathlib import Path; from predmoe import cli, paths; paths.NOTEBOOKS, paths.PARAMS = map(Path, sys.argv[1:]); sys.exit(cli.main(['report']))"
-    command = [sys.executable, "-c", code, *(str(house.root / name) for name in ("notebooks", "params"))]
+    program = "import sys; from pathlib import Path; from predmoe import cli, paths; paths.NOTEBOOKS, paths.PARAMS = map(Path, sys.argv[1:]); sys.exit(cli.main(['report']))"
+    command = [sys.executable, "-c", program, *(str(house.root / name) for name in ("notebooks", "params"))]
+    assert ended([*command], how, lambda: (house.root / "started").exists()) == (code, said)
+    assert gone(int((house.root / "started").read_text()))
+
+
+@ENDS
+def test_a_signal_while_training_is_one_sentence_and_ends_the_child(tmp_path, how, code, said):
+    """The child sleeps in the place of a worker: what it saves, and that it goes on to the same bits, is tested with the trainer."""
+    child = tmp_path / "python"
+    child.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/partial; mv {tmp_path}/partial {tmp_path}/started; exec sleep 400\n")
+    child.chmod(0o755)
+    program = "import sys; from predmoe import cli, runs; runs.sys.executable = sys.argv[1]; sys.exit(cli.main(['train', '--store', sys.argv[2]]))"
+    command = [sys.executable, "-c", program, str(child), str(tmp_path / "store")]
+    assert ended(command, how, lambda: (tmp_path / "started").exists()) == (code, said)
+    assert gone(int((tmp_path / "started").read_text()))
+
+
+def ended(command: list[str], how: signal.Signals, started) -> tuple[int, str]:
+    """Exit code and standard error of a command whose whole group gets the signal once it has `started`."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             deadline = time.monotonic() + 300
-            while not (house.root / "started").exists():
-                assert process.poll() is None and time.monotonic() < deadline, process.stderr.read() if process.poll() is not None else "the cell did not begin"
+            while not started():
+                assert process.poll() is None and time.monotonic() < deadline, process.stderr.read() if process.poll() is not None else "it did not begin"
                 time.sleep(0.05)
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, how)
             _, said = process.communicate(timeout=180)
         finally:
             process.kill()
-    assert (process.returncode, said) == (130, "predmoe: interrupted; the same command goes on where this one stopped\n")
-    assert not Path(f"/proc/{(house.root / 'started').read_text()}").exists()
+    return process.returncode, said
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, be it that nobody has asked yet how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_callers_own_handling_of_a_signal_stays(monkeypatch, number):
+    seen = []
+    monkeypatch.setattr(execute, "plan", lambda *_: seen.append(signal.getsignal(number)) or [])
+    monkeypatch.setattr("predmoe.report.write", lambda *_: None)
+    before = signal.getsignal(number)
+    try:
+        for mine in (signal.SIG_IGN, signal.SIG_DFL):   # as nohup leaves it; as a shell does
+            signal.signal(number, mine)
+            assert cli.main(["report"]) == 0 and signal.getsignal(number) == mine
+        assert seen[0] == signal.SIG_IGN and callable(seen[1])
+    finally:
+        signal.signal(number, before)
 
 
 def test_train_builds_the_configuration_and_prints_the_folder(house, monkeypatch, capsys):

@@ -202,7 +202,7 @@ def test_a_later_field_of_a_section_does_not_move_the_run():
 
 def other(value):
     """A valid value of a field that differs from `value`."""
-    choices = {"topk": "soft", "input": "both", "float32": "bfloat16", "bfloat16": "float32", "cpu": "cuda", "cuda": "cpu"}
+    choices = {"topk": "soft", "input": "both", "float32": "bfloat16", "bfloat16": "float32", "cpu": "cuda", "cuda": "cpu", "offline": "fineweb-edu", "bpe8k": "gpt2"}
     if isinstance(value, bool):
         return not value
     return choices.get(value, value + "x") if isinstance(value, str) else value + (1 if isinstance(value, int) else 0.01)

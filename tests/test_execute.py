@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -234,6 +235,28 @@ def test_notebooks_run_in_order_with_the_report_last_and_only_once(three):
     assert three.run() == ([], {})
     assert all("up to date" in line for line in three.lines) and len(three.lines) == 3
     assert three.run(only=["02"], force=True)[0] == ["02_horizons"]
+
+
+def test_a_notebook_that_takes_long_says_what_it_printed_last(house, monkeypatch):
+    """The real thing: what a cell prints comes from the kernel while the cell runs."""
+    monkeypatch.setattr(execute.progress, "LOG_SECONDS", 0.05)
+    told, notebook = [], """
+        import pathlib, time
+        print("baseline, seed 0: step 25/1000, loss 5.5")
+        while not pathlib.Path({!r}).exists():
+            time.sleep(0.02)
+    """.format(str(house.root / "heard"))
+    house.notebook("02_horizons", "steps = 1  # steps", notebook)
+
+    def say(line):
+        told.append(line)
+        if "loss 5.5" in line:
+            (house.root / "heard").touch()
+
+    assert execute.run(execute.plan("smoke"), say=say) == {}
+    assert re.fullmatch(r"\[1/1\] 02_horizons: \d+ s so far; baseline, seed 0: step 25/1000, loss 5\.5", told[-2]) and "executed in" in told[-1]
+    printed = texts(house.outputs / "smoke" / "02_horizons" / "02_horizons.ipynb")
+    assert printed == "baseline, seed 0: step 25/1000, loss 5.5\n"   # heard, and not taken away
 
 
 def test_results_that_another_execution_wrote_are_made_again(three):

@@ -3,7 +3,7 @@
 import pytest
 
 from predmoe.config import ConfigError, DataConfig, ModelConfig, build
-from predmoe.files import parse_json, read_config, read_json, read_lines
+from predmoe.files import parse_json, parse_yaml, read_config, read_json, read_lines
 
 DEEP, LONG = '{"a": ' + "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
 
@@ -43,3 +43,18 @@ def test_a_configuration_that_cannot_be_used_is_told_with_its_path_once(tmp_path
 def test_an_integer_too_large_for_a_float_is_a_sentence():
     with pytest.raises(ConfigError, match="ModelConfig.init_std is an integer of 1329 bits, too large for a float"):
         build(ModelConfig, {"init_std": 10**400} | dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "num_heads", "expert_size", "num_experts", "top_k", "context"), 4))
+
+
+@pytest.mark.parametrize("text, said", [
+    ("seeds: [0]\nseeds: [1]", "seeds is there twice .*line 2"), ("data: {corpus: a, corpus: b}", "corpus is there twice"), ("a: [", "expected the node content"),
+    ("[" * 3000, "."), ("a: " + "9" * 5000, "."), ("? [a]\n: 1", "."), ("\0", "."),
+])  # fmt: skip
+def test_yaml_that_cannot_be_read_is_a_value_error_of_one_line(text, said):
+    with pytest.raises(ValueError, match=said) as error:
+        parse_yaml(text)
+    assert "\n" not in str(error.value)
+
+
+def test_yaml_that_can_be_read():
+    assert parse_yaml("a: {b: 1}\nc: {b: 2}") == {"a": {"b": 1}, "c": {"b": 2}}   # the same name in two places is not twice in one
+    assert parse_yaml("x: &x {a: 1}\ny: {<<: *x, b: 2}") == {"x": {"a": 1}, "y": {"a": 1, "b": 2}} and parse_yaml("") is None

@@ -126,6 +126,16 @@ def test_the_direction_of_a_sentence_follows_the_data(committed, told):
     assert before["say.worth"] == after["say.worth"]   # another experiment
 
 
+@pytest.mark.parametrize("text, said", [(None, "has no claims.json yet: run 00_report"), ("[1,", "is damaged"), ("[1, 2]", "run 00_report again"), ("{}", "it holds a dict")])
+def test_claims_that_are_missing_and_claims_that_are_damaged_are_told_apart(tmp_path, monkeypatch, text, said):
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path))
+    (tmp_path / "cpu").mkdir()
+    if text is not None:
+        (tmp_path / "cpu" / "claims.json").write_text(text)
+    (told,) = paper.behind("cpu", [])
+    assert said in told and told.endswith("(the paper follows the results)") and ("has no claims.json" in told) == (text is None)
+
+
 def test_the_committed_claims_are_those_that_the_results_give(told):
     assert paper.behind("cpu", told[1]) == []
 

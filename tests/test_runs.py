@@ -127,6 +127,19 @@ def test_a_finished_run_whose_weights_file_is_cut_is_not_called_done(pair, measu
         runs.get_or_train(pair[1], store=tmp_path)
 
 
+@pytest.mark.parametrize("name, damage, said", [
+    ("config.json", lambda raw: raw.replace(b'"hidden_size": 32', b'"hidden_size": 64'), "is a checkpoint of another shape: hidden_size=64 .wanted 32."),
+    ("config.json", lambda raw: raw[:50], "config.json is damaged, it is not JSON"),
+    ("predictor.safetensors", lambda raw: raw[:1000], "predictor.safetensors does not hold the heads of this run"),
+])  # fmt: skip
+def test_a_finished_run_whose_checkpoint_does_not_fit_it_is_not_called_done(pair, measured, tmp_path, no_children, name, damage, said):
+    folder = shutil.copytree(measured[0] / pair[0].hash, tmp_path / pair[0].hash)
+    file = folder / "checkpoint" / name
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConfigError, match=said):
+        runs.get_or_train(pair[0], store=tmp_path)
+
+
 def test_a_run_goes_on_with_no_other_text(pair, measured, corpus, tmp_path):
     """A run that was broken off, and its text changed since."""
     config = tiny(corpus, seed=5)
@@ -200,17 +213,35 @@ def test_the_store_is_where_the_environment_says(monkeypatch, tmp_path):
 
 
 def test_a_failing_child_is_named_with_its_last_words_and_the_others_finish(pair, measured, corpus, tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a CUDA device")
-    bad, good = tiny(corpus, device="cuda"), pair[1]
+    bad, good = tiny(corpus, lr=1e30), pair[1]
     shutil.copytree(measured[0] / good.hash, tmp_path / good.hash, ignore=shutil.ignore_patterns("posthoc-*"))
     told = []
     with pytest.raises(RunFailed) as failure:
         get_or_measure([bad, good], POSTHOC, profile="none", store=tmp_path, parallel=1, report=told.append)
     log = tmp_path / bad.hash / "log.txt"
-    assert str(failure.value) == f"run {bad.hash} failed: predmoe: device='cuda': no CUDA device here; use device: cpu (log: {log})"
+    said = log.read_text().splitlines()[-1]
+    assert said.startswith("predmoe: the loss is not finite at step ")
+    assert str(failure.value) == f"run {bad.hash} failed: {said.removeprefix('predmoe: ')} (log: {log})"   # who passes it on says who speaks
     assert [line for line in told if line.startswith("[")] == ["[1/2] joint 0.3 topk/input, seed 0: failed", "[2/2] baseline, seed 0: done"]
     assert open_run(good, tmp_path).measurement(POSTHOC)["hit"] == measured[1][1]["hit"]
+
+
+def test_what_this_machine_cannot_train_is_told_before_a_process_is_started(corpus, tmp_path, no_children, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RunFailed, match=r"^run \w+ not started: device='cuda': no CUDA device here; use device: cpu$"):
+        get_or_train(tiny(corpus, device="cuda"), store=tmp_path)
+    (tmp_path / "text.pdf").touch()
+    for name, said in (("absent.txt", "does not exist"), ("text.pdf", "is neither a directory nor a file of .txt, .md, .jsonl")):
+        with pytest.raises(RunFailed, match=rf"^run \w+ not started: corpus 'files': {tmp_path / name} {said}$"):
+            get_or_train(tiny(f"files:{tmp_path / name}"), store=tmp_path)
+
+
+def test_a_run_that_cannot_be_started_is_told_at_once_and_the_others_go_on(corpus, tmp_path, stand_in):
+    stand_in(f"echo '{stored()}' > $run/$name.json")
+    told, absent = [], tiny(f"files:{tmp_path / 'absent.txt'}")
+    with pytest.raises(RunFailed, match=f"^run {absent.hash} not started: .*absent.txt does not exist$"):
+        get_or_measure([absent, tiny(corpus)], POSTHOC, profile="none", store=tmp_path / "store", report=told.append)
+    assert told[0].startswith(f"run {absent.hash} not started: ") and told[1:] == ["[1/1] joint 0.3 topk/input, seed 0: done"]
 
 
 def test_an_interrupt_stops_the_child_and_the_next_call_goes_on_to_the_same_bits(corpus, tmp_path):

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from tiny_runs import stored
+from tiny_runs import stored, tiny
 
 from predmoe import cli, config, execute, paths, plan, runs, studies
 from predmoe.config import ConfigError, to_dict
@@ -279,3 +279,23 @@ def test_a_study_that_could_not_be_reported_is_refused_before_it_trains(change, 
     with pytest.raises(config.ConfigError, match=said):
         studies.posthoc_config(p["tier"], p["posthoc"])
         studies.horizons(p)
+
+
+def test_labels_name_what_tells_runs_apart_and_nothing_else():
+    base, alike = tiny("files:a"), tiny("files:a", objective={})
+    assert set(runs.labels([base, alike, base]).values()) == {"joint 0.3 topk/input, seed 0", "baseline, seed 0"}
+    sizes = [tiny("files:a", model={"hidden_size": size, "expert_size": size}, steps=size) for size in (32, 64)] + [tiny("files:a", model={"num_experts": 8})]
+    label = runs.labels([*sizes, alike])
+    assert [label[run.hash] for run in [*sizes, alike]] == [
+        "joint 0.3 topk/input, seed 0 (hidden_size 32, num_experts 4)", "joint 0.3 topk/input, seed 0 (hidden_size 64, num_experts 4)",
+        "joint 0.3 topk/input, seed 0 (hidden_size 32, num_experts 8)", "baseline, seed 0",
+    ]  # fmt: skip
+    longer = tiny("files:a", objective={}, steps=60)
+    assert runs.labels([alike, longer]) == {alike.hash: "baseline, seed 0 (steps 30)", longer.hash: "baseline, seed 0 (steps 60)"}
+
+
+@pytest.mark.parametrize("profile", ["smoke", "cpu"])
+def test_no_two_runs_of_a_plan_have_one_label(profile, tmp_path):
+    wanted = [item.run for item in plan.plan(profile, store=tmp_path)]
+    label = runs.labels(wanted)
+    assert len(set(label.values())) == len(label) == len({run.hash for run in wanted}) > 10
