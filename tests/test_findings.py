@@ -144,6 +144,12 @@ def test_answers_without_results_say_so_and_with_them_give_every_answer(outputs)
     assert all(line.split("** ")[1].split(". ")[0] for line in lines) and headline.details(results.load_claims("smoke"), results.load_all("smoke")) and headline.details([], {}) == []
 
 
+def test_answers_of_one_seed_call_nothing_known(outputs):
+    finished(arms=study(seeds=(0,)))
+    lines = headline.answers(results.update_claims("smoke"), results.load_all("smoke"))
+    assert "Not known: one seed tests nothing." in lines[0] and "One seed (02_horizons)" in lines[4] and "Not known: one seed" in lines[5] and "(single seed)" in lines[3]
+
+
 def of_seeds(name, seeds, joint, outputs):
     """Results of an experiment whose joint model gains `joint` at every horizon, a little more or less by seed."""
     arms = study(seeds, {"baseline": 0.0, "joint": 1.0} | ({"alternative": 1.3} if name == "02_horizons" else {}))
