@@ -29,7 +29,7 @@ def write(profile: str, folder: Path = FOLDER, *, any_commit: bool = False, figu
     if doubts and not any_commit:
         raise ConfigError(f"the results of profile {profile} are not of one clean commit: {'; '.join(doubts)}. Run `predmoe report --profile {profile}` at one commit, or give --any-commit and the paper says so")
     decided = paper_text.decide(found, results.claim_specs())
-    values = paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found)
+    values = paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found) | paper_figures.conclusions(profile, found)
     values["source.doubts"] = rf"\textbf{{These results are not of one clean commit:}} {escape('; '.join(doubts))}." if doubts else ""
     asked = (folder / "main.tex").read_text()
     check(asked, values, decided)
@@ -101,9 +101,9 @@ PARTS = (   # in which no number is typed: the abstract, the results, the conclu
     (r"\begin{abstract}", r"\end{abstract}"), ("% --- results begin ---", "% --- results end ---"), (r"\section{Conclusion}", r"\bibliographystyle"),
 )  # fmt: skip
 WORDS = r"\b(?:three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|hundred|thousand|million|twice|tenfold)\b"
-NO_RESULT = (   # what may hold a digit and is no result: comments, names, columns, lengths, the numbers by which the simulator's faults are known
-    r"(?<!\\)%.*", r"\\(?:val|claim|findings|ifrun|notrun|figref|ref|label|fault|cite[tp]?|multicolumn|resultfigure)\{[^}]*\}(?:\{(?:verdict|measured|why|reference|n)\})?",
-    r"\\cmidrule\(\w+\)\{[^}]*\}", r"\\setlength\{[^}]*\}\{[^}]*\}", r"p\{[\d.]+in\}",
+NO_RESULT = (   # what may hold a digit and is no result: comments, names, columns, lengths
+    r"(?<!\\)%.*", r"\\(?:val|claim|findings|ifrun|notrun|figref|ref|label|cite[tp]?|multicolumn|resultfigure)\{[^}]*\}(?:\{(?:verdict|measured|why|reference|n)\})?",
+    r"\\cmidrule\(\w+\)\{[^}]*\}", r"\\setlength\{[^}]*\}\{[^}]*\}", r"[pL]\{[\d.]+in\}",
 )  # fmt: skip
 
 
