@@ -20,7 +20,8 @@ def _sides(effects: Sequence[Mapping]) -> str:
     held = [e["ci95"] for e in effects if e["ci95"] is not None]
     if not held:
         return "a single seed, without an interval"
-    return f"the interval lies above zero at {sum(low > 0 for low, _ in held)} of {len(held)} and below it at {sum(high < 0 for _, high in held)}"
+    sides = (("above", sum(low > 0 for low, _ in held)), ("below", sum(high < 0 for _, high in held)))
+    return "the interval lies " + " and ".join(f"{side} zero at {n} of {len(held)}" for side, n in sides if n or side == "above")
 
 
 def _range(values: Sequence[float], unit: str) -> str:

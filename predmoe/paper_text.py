@@ -34,7 +34,7 @@ DETAILS = {   # name -> (experiment, the beginning of its finding): single sente
     "say.prompt": ("08_latency_sensitivity", "From cold"), "say.best": ("08_latency_sensitivity", "With the best setting"),
     "say.map": ("08_latency_sensitivity", "Without the guard prefetching harms"), "say.map-guarded": ("08_latency_sensitivity", "With the guard prefetching harms in"),
     "say.term": ("01_mechanism", "At the end of training"), "say.chosen": ("02_horizons", r"(Of \d+|None of the|No) candidates?"), "say.documents": ("02_horizons", "Resampling"),
-    "say.variations": ("02_horizons", "So at h"),
+    "say.variations": ("02_horizons", "So at h"), "say.placebo": ("02_horizons", r"Placebo \([^)]*\): its loss"),
 }  # fmt: skip
 VERDICTS = {stats.REPLICATED: "replicated", stats.PARTLY: "partly replicated", stats.NOT_REPLICATED: "not replicated", stats.NOT_TESTED: "not tested"}
 
@@ -151,7 +151,7 @@ def _of_dose(found) -> str:
                  f"and router entropy by {ends[1]} points of its maximum ({seeds} seed{'s' if seeds > 1 else ''}).")
 
 
-MAIN = ("effect", "corrected", "compared", "linear", "free", "lookup", "margin", "cost", "loss", "reuse", "converged")
+MAIN = ("effect", "corrected", "smaller", "compared", "linear", "free", "lookup", "margin", "cost", "loss", "reuse", "converged")
 OTHER = ("alternative", "alternative-cost")
 
 
@@ -169,9 +169,14 @@ def _of_horizons(found) -> dict[str, str]:
     confirmatory = by("ranking")
     known = {h: value for (predictor, h), value in experiments.reference_effects().items() if predictor == "ranking"}
     compared = [f"at h = {e['horizon']}, {findings.compare(e, known[e['horizon']])}" for e in confirmatory if e["horizon"] in known]
+    smaller = ""
+    if main != "02_horizons" and "02_horizons" in found:
+        fewer = experiments.hit_effects(found["02_horizons"]["arms"], "joint", "baseline", predictors=["ranking"])
+        told = findings.corrected(fewer)
+        smaller = f"Over the {fewer[0]['n']} seeds of 02_horizons, the smaller comparison that these extend: {told[0].lower()}{told[1:]} Where the two differ, what is established hangs on the further seeds."
     loss, reuse = experiments.scalar_effects(arms, "joint", "baseline", {"val_loss": "nats/token", "reuse": "share of k"})
     said = {
-        "effect": findings.say_confirmed(confirmatory, "Under the ranking MLP on both sides, joint training", "hit@k"), "corrected": findings.corrected(confirmatory),
+        "effect": findings.say_confirmed(confirmatory, "Under the ranking MLP on both sides, joint training", "hit@k"), "corrected": findings.corrected(confirmatory), "smaller": smaller,
         "compared": "; ".join(compared) + "." if compared else "No horizon is in common with the reference study.",
         "linear": findings.say_by_horizon(by("linear"), "Under a fresh linear predictor it", "hit@k"),
         "free": findings.say_by_horizon(by("next_router"), "For the next layer's router applied early, which costs nothing, it", "hit@k"),
