@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import paper_figures, paper_tables, paper_text, paths, results
+from . import paper_figures, paper_tables, paper_text, paths, references, results
 from .config import ConfigError
 from .tex import escape
 
@@ -33,14 +33,19 @@ def write(profile: str, folder: Path = FOLDER, *, any_commit: bool = False, figu
     values["source.doubts"] = rf"\textbf{{These results are not of one clean commit:}} {escape('; '.join(doubts))}." if doubts else ""
     asked = (folder / "main.tex").read_text()
     check(asked, values, decided)
+    if wrong := references.lint((folder / "references.bib").read_text(), asked):
+        raise ConfigError(f"references.bib: {'; '.join(wrong)}")
     alternatives = paper_figures.write(profile, found, folder / "figures") if figures else {name: paper_figures.alternative(name, found) for name in paper_figures.FIGURES}
     (folder / "numbers.tex").write_text(HEAD.format(profile) + macros(values, found, {name: alt for name, alt in alternatives.items() if alt}))
     return doubts + behind(profile, decided)
 
 
 def load(profile: str) -> dict[str, dict]:
-    """Results by experiment, without the report's own. Raises ConfigError where the profile has none."""
+    """Results by experiment, without the report's own. Raises ConfigError where the profile has none, or an executed notebook has lost its own."""
     found = {name: result for name, result in results.load_all(profile).items() if name in paper_text.EXPERIMENTS}
+    lost = [name for name in paper_text.EXPERIMENTS if name not in found and (paths.outputs(profile) / name / f"{name}.ipynb").exists()]
+    if lost:
+        raise ConfigError(f"{', '.join(lost)} of profile {profile} {'has' if len(lost) == 1 else 'have'} an executed notebook and no results.json: run `predmoe report --profile {profile}`")
     if not found:
         raise ConfigError(f"profile {profile} has no results for a paper: run `predmoe report --profile {profile}` first")
     return found

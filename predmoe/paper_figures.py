@@ -14,7 +14,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from . import controls, experiments, frontier, isolation, paper_captions, paths, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, stats
+from . import controls, experiments, frontier, isolation, paper_captions, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, stats
+from .config import ConfigError
 from .tex import prose
 
 WIDTH = 6.4   # inches: the text's width in main.tex
@@ -95,23 +96,25 @@ def write(profile: str, found: Mapping[str, Mapping], folder: Path) -> dict[str,
     for name, spec in FIGURES.items():
         if (alt := alternative(name, found)) is None:
             continue
-        figure = fit(spec.draw(found[spec.of(found)], _tables(profile, spec.of(found))), WIDTH, spec.height, spec.text)
+        figure = fit(_made(spec, spec.draw, profile, found), WIDTH, spec.height, spec.text)
         with plots.style(), rc_context({"pdf.fonttype": 42}):   # TrueType, as print shops and arXiv want it
             figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None, "Title": alt})
         drawn[name] = alt
     return drawn
 
 
-def _tables(profile: str, experiment: str) -> Callable[[str], pd.DataFrame]:
-    return lambda name: pd.read_csv(paths.outputs(profile) / experiment / f"{name}.csv")
-
-
 def conclusions(profile: str, found: Mapping[str, Mapping]) -> dict[str, str]:
     """`shows.NAME` -> the sentence with which a figure's caption begins, as LaTeX; empty where the figure is not drawn."""
-    return {
-        f"shows.{name}": "" if alternative(name, found) is None else prose(spec.says(found[spec.of(found)], _tables(profile, spec.of(found))))
-        for name, spec in FIGURES.items()
-    }  # fmt: skip
+    return {f"shows.{name}": "" if alternative(name, found) is None else prose(_made(spec, spec.says, profile, found)) for name, spec in FIGURES.items()}
+
+
+def _made(spec: Spec, make: Callable, profile: str, found: Mapping[str, Mapping]):
+    """`make` (draw or says) on an experiment's results and tables. Raises ConfigError where a table lacks a column that it takes."""
+    experiment = spec.of(found)
+    try:
+        return make(found[experiment], lambda name: results.load_table(profile, experiment, name))
+    except (KeyError, AttributeError) as error:   # as pandas says it
+        raise ConfigError(f"the tables of {experiment} do not make its figure {spec.figure} ({error}): run the notebook again") from error
 
 
 def alternative(name: str, found: Mapping[str, Mapping]) -> str | None:

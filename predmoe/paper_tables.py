@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-import pandas as pd
-
-from . import config, experiments, model, paths, reference_table, results, stats
+from . import config, experiments, model, reference_table, results, stats
 from . import claims as deciding
 from .paper_text import EXPERIMENTS, VERDICTS, effect, notrun, number
 from .plots import PREDICTORS
@@ -111,8 +109,7 @@ def quality(result: Mapping) -> str:
 
 def mended(profile: str) -> str:
     """The joint model's gain in every variant of the simulator: with the reference study's accuracies (tok/s linear and ranking, waste) and with ours (tok/s, linear)."""
-    folder = paths.outputs(profile) / "05_cache_simulation"
-    tables = pd.read_csv(folder / "reference_table.csv"), pd.read_csv(folder / "our_table.csv")
+    tables = [results.load_table(profile, "05_cache_simulation", name) for name in ("reference_table", "our_table")]
 
     def by(table, predictor, metric):
         return {e["variant"]: effect(e, "points") for e in reference_table.effects(table, f"joint-{predictor}", f"baseline-{predictor}", metric)}
@@ -129,7 +126,7 @@ def _variant(name: str) -> str:
 
 def reproduced(profile: str) -> str:
     """The reference study's simulator table beside our reproduction of it."""
-    known = pd.read_csv(paths.outputs(profile) / "05_cache_simulation" / "beside_published.csv")
+    known = results.load_table(profile, "05_cache_simulation", "beside_published")
     words, digits = {"distinct": "distinct experts of a token", "tok_s": "tokens per second", "wasted_mb": "wasted MB per token", "ttft_ms": "first token (ms)"}, {"distinct": 2, "tok_s": 3, "wasted_mb": 1, "ttft_ms": 0}
     lines, last = [], None
     for row in known.itertuples():
@@ -195,7 +192,7 @@ def partly(decided: Iterable[Mapping]) -> str:
 
 def machines(profile: str) -> dict[str, str]:
     """How many of the published machines' hit rates and speeds lie inside what the simulator gives for them, and how far off the rest are; and in short."""
-    known = pd.read_csv(paths.outputs(profile) / "05_cache_simulation" / "published_machines.csv")
+    known = results.load_table(profile, "05_cache_simulation", "published_machines")
     parts, short = [], []
     for name, words in (("hit", "published hit rates"), ("tok_s", "published speeds")):
         inside = (known[f"{name}_published"] >= known[f"{name}_low"]) & (known[f"{name}_published"] <= known[f"{name}_high"])
@@ -210,7 +207,7 @@ def machines(profile: str) -> dict[str, str]:
 
 def fits(profile: str) -> str:
     """The joint model's gain where a read fits behind a layer and where it does not, with both kinds of accuracies, means over seeds."""
-    known, parts = pd.read_csv(paths.outputs(profile) / "08_latency_sensitivity" / "bandwidth.csv"), []
+    known, parts = results.load_table(profile, "08_latency_sensitivity", "bandwidth"), []
     for whose, words in (("reference", "With the study's accuracies"), ("ours", "with ours")):
         means = known[(known.accuracies == whose) & (known.variant == "all mended")].groupby(["fits", "gb_per_s"]).gain.mean()
         told = [" to ".join(dict.fromkeys(f"{100 * end:+z.1f}%" for end in (side.min(), side.max()))) + f" {where}" for flag, where in ((True, "where a read fits"), (False, "where none does"))
