@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 
 from . import cache_study, controls, experiments, scaling, stats
+from .plots_simulator import ARMS
+from .reference_table import DEMAND as NO_PREFETCH
 from .tex import listed
 
 Table = Callable[[str], pd.DataFrame]   # reads a table of the experiment by its name
@@ -115,8 +117,10 @@ def harm(result: Mapping, table: Table) -> str:
 def race(result: Mapping, table: Table) -> str:
     rows = table("race")
     means = rows.assign(tok_s=1000 * rows.tokens / rows.ms).groupby(["share", "source"]).tok_s.mean()
-    smallest = means[rows["share"].min()]
-    return f"With {rows['share'].min():.0%} of the experts in the cache the fastest is {smallest.idxmax()}, at {smallest.max() / smallest['demand']:.2f} times the speed without prefetch."
+    smallest, told = means[rows["share"].min()], f"With {rows['share'].min():.0%} of the experts in the cache"
+    if smallest.idxmax() == NO_PREFETCH:
+        return f"{told} nothing is faster than no prefetch."
+    return f"{told} the fastest is {ARMS[smallest.idxmax()]}, at {smallest.max() / smallest[NO_PREFETCH]:.2f} times the speed without prefetch."
 
 
 def prediction(result: Mapping, table: Table) -> str:

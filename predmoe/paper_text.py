@@ -48,7 +48,7 @@ def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str
     made = _protocol(found) | _claims(decided) | _sentences(found, decided)
     for name in EXPERIMENTS:
         said = [text for text in found.get(name, {}).get("findings", []) if not re.search(LEFT_OUT, text) and not re.search(BESIDE.get(name, "^$"), text)]
-        made[f"findings.{name}"] = " ".join(map(prose, said)) if name in found else notrun(name)
+        made[f"findings.{name}"] = _told(said) if name in found else notrun(name)
     for key, (name, start) in DETAILS.items():
         if name not in found:
             made[key] = notrun(name)
@@ -57,6 +57,13 @@ def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str
         said = [re.sub("^So ", "Across the variations of the recipe, ", text) for text in said]   # where the sentences before it do not stand
         made[key] = " ".join(map(prose, said)) if said else rf"\notreported{{{name}}}"
     return made
+
+
+def _told(sentences: Sequence[str]) -> str:
+    """Findings as running text, or, where there are more than three, as a list."""
+    if len(sentences) <= 3:
+        return " ".join(map(prose, sentences))
+    return "\n".join([r"\begin{findinglist}", *(rf"\item {prose(text)}" for text in sentences), r"\end{findinglist}"])
 
 
 def notrun(experiment: str) -> str:

@@ -161,6 +161,13 @@ def test_what_differs_in_size_alone_is_counted_and_what_else_is_partly_replicate
     assert all("differs more than twofold" in claim["why"] for claim in sizes) and all("partly replicated (size" in paper_tables.claims([claim]) for claim in sizes)
 
 
+def test_many_findings_are_a_list_and_few_are_running_text(committed, told):
+    found = copy.deepcopy(committed)
+    found["03_dose"]["findings"] = [f"It is {word}." for word in ("so", "thus", "true", "right")]
+    many = made("cpu", found)[0]["findings.03_dose"]
+    assert many.count(r"\item ") == 4 and "itemize" not in told[0]["findings.03_dose"] and r"\item" not in told[0]["findings.03_dose"]
+
+
 def test_the_abstract_names_what_has_not_been_run(committed, told):
     missing = [words for name, words in paper_text.EXPERIMENTS.items() if name not in committed]
     assert all(words in told[0]["status"] for words in missing) and r"\val{status}" in MAIN.partition(r"\end{abstract}")[0]
@@ -201,6 +208,20 @@ def test_dirty_or_mixed_results_are_refused_by_name_unless_told_otherwise(copied
     assert not (target / "numbers.tex").exists()
     notes = paper.write("cpu", target, any_commit=True, figures=False)
     assert any(re.search(said, note) for note in notes) and re.search("not of one clean commit:.*" + said.replace("_", r"\\_"), (target / "numbers.tex").read_text())
+
+
+@pytest.mark.parametrize("harm, said", [
+    (lambda cpu, paper: (cpu / "04_isolation" / "six_arms.csv").unlink(), "six_arms.csv of 04_isolation is missing: run the notebook again"),
+    (lambda cpu, paper: (cpu / "04_isolation" / "six_arms.csv").write_text(""), "six_arms.csv of 04_isolation is damaged"),
+    (lambda cpu, paper: (cpu / "03_dose" / "doses.csv").write_text("arm,dose,seed,horizon\nboth,1,0,1\n"), "the tables of 03_dose do not make its figure dose .*: run the notebook again"),
+    (lambda cpu, paper: (cpu / "06_seeds" / "results.json").rename(cpu / "06_seeds" / "06_seeds.ipynb"), "06_seeds of profile cpu has an executed notebook and no results.json"),
+    (lambda cpu, paper: (paper / "references.bib").open("a").write("@misc{doe2024none,\n  title = {{None}},\n}\n"), "references.bib: doe2024none has an entry and is never cited"),
+])  # fmt: skip
+def test_what_is_lost_or_damaged_is_named_before_anything_is_written(copied, harm, said):
+    harm(*copied)
+    with pytest.raises(ConfigError, match=said):
+        paper.write("cpu", copied[1], any_commit=True)
+    assert {path.name for path in copied[1].iterdir()} == {"main.tex", "references.bib"}
 
 
 def test_a_profile_without_results_is_one_sentence(tmp_path, monkeypatch, capsys):
