@@ -69,7 +69,7 @@ def locality(result: Mapping, table: Table) -> str:
 
 
 def ladder(result: Mapping, table: Table) -> str:
-    found = controls.sharpness_effects(result["arms"])
+    found = controls.sharpness_effects([row for row in result["arms"] if row["arm"] != "sharpened"])   # which it makes itself
     above = [e for e in found if e["part"] == "structure"]
     return f"The joint model minus its own ladder at equal entropy is {_range([e['mean'] for e in above], ' points')} over {len(above)} horizons; {_sides(above)}."
 
