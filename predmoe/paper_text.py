@@ -92,6 +92,7 @@ def _protocol(found) -> dict[str, str]:
     status = f"Of {len(EXPERIMENTS)} planned experiments {len(ran)} have been run; not yet: {', '.join(EXPERIMENTS[name] for name in missing)}." if missing else f"All {len(EXPERIMENTS)} planned experiments have been run."
     size = _size(tier)
     return {
+        "tuned.model": _tuned(found),
         "status": prose(status), "gate.loss": f"{100 * stats.MAX_LOSS_INCREASE:g}\\%", "gate.entropy": f"{stats.MIN_LOAD_ENTROPY_RATIO:g}",
         "weight.balance": f"{objective.balance:g}", "weight.joint": f"{asked.get('lambda_pred', 0.3):g}" if asked else notrun("02_horizons"),
         "horizons": listed([str(h) for h in asked["horizons"]]) if asked else notrun("02_horizons"),
@@ -104,6 +105,14 @@ def _protocol(found) -> dict[str, str]:
         "train.batch": str(tier.train.batch_size), "train.steps": str(tier.train.steps), "train.warmup": str(tier.train.warmup_steps), "train.decay": f"{tier.train.weight_decay:g}",
         "model.experts": str(tier.model.num_experts), "model.k": str(tier.model.top_k), "model.chance": number(tier.model.top_k / tier.model.num_experts, 3),
     }  # fmt: skip
+
+
+def _tuned(found) -> str:
+    """Which model the fine-tunes started from, so that none is taken for a published one."""
+    if "10_olmoe_lora" not in found:
+        return notrun("10_olmoe_lora")
+    asked = found["10_olmoe_lora"]["provenance"]["parameters"]
+    return prose(str(asked["checkpoint"])) if asked.get("checkpoint") else "a model that was trained here for it, not a published one"
 
 
 def _size(tier) -> dict[str, int]:
