@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import paper_figures, paper_tables, paper_text, paths, results
+from . import paper_figures, paper_tables, paper_text, paths, references, results
 from .config import ConfigError
 from .tex import escape
 
@@ -29,18 +29,23 @@ def write(profile: str, folder: Path = FOLDER, *, any_commit: bool = False, figu
     if doubts and not any_commit:
         raise ConfigError(f"the results of profile {profile} are not of one clean commit: {'; '.join(doubts)}. Run `predmoe report --profile {profile}` at one commit, or give --any-commit and the paper says so")
     decided = paper_text.decide(found, results.claim_specs())
-    values = paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found)
+    values = paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found) | paper_figures.conclusions(profile, found)
     values["source.doubts"] = rf"\textbf{{These results are not of one clean commit:}} {escape('; '.join(doubts))}." if doubts else ""
     asked = (folder / "main.tex").read_text()
     check(asked, values, decided)
+    if wrong := references.lint((folder / "references.bib").read_text(), asked):
+        raise ConfigError(f"references.bib: {'; '.join(wrong)}")
     alternatives = paper_figures.write(profile, found, folder / "figures") if figures else {name: paper_figures.alternative(name, found) for name in paper_figures.FIGURES}
     (folder / "numbers.tex").write_text(HEAD.format(profile) + macros(values, found, {name: alt for name, alt in alternatives.items() if alt}))
     return doubts + behind(profile, decided)
 
 
 def load(profile: str) -> dict[str, dict]:
-    """Results by experiment, without the report's own. Raises ConfigError where the profile has none."""
+    """Results by experiment, without the report's own. Raises ConfigError where the profile has none, or an executed notebook has lost its own."""
     found = {name: result for name, result in results.load_all(profile).items() if name in paper_text.EXPERIMENTS}
+    lost = [name for name in paper_text.EXPERIMENTS if name not in found and (paths.outputs(profile) / name / f"{name}.ipynb").exists()]
+    if lost:
+        raise ConfigError(f"{', '.join(lost)} of profile {profile} {'has' if len(lost) == 1 else 'have'} an executed notebook and no results.json: run `predmoe report --profile {profile}`")
     if not found:
         raise ConfigError(f"profile {profile} has no results for a paper: run `predmoe report --profile {profile}` first")
     return found
@@ -101,9 +106,9 @@ PARTS = (   # in which no number is typed: the abstract, the results, the conclu
     (r"\begin{abstract}", r"\end{abstract}"), ("% --- results begin ---", "% --- results end ---"), (r"\section{Conclusion}", r"\bibliographystyle"),
 )  # fmt: skip
 WORDS = r"\b(?:three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|hundred|thousand|million|twice|tenfold)\b"
-NO_RESULT = (   # what may hold a digit and is no result: comments, names, columns, lengths, the numbers by which the simulator's faults are known
-    r"(?<!\\)%.*", r"\\(?:val|claim|findings|ifrun|notrun|figref|ref|label|fault|cite[tp]?|multicolumn|resultfigure)\{[^}]*\}(?:\{(?:verdict|measured|why|reference|n)\})?",
-    r"\\cmidrule\(\w+\)\{[^}]*\}", r"\\setlength\{[^}]*\}\{[^}]*\}", r"p\{[\d.]+in\}",
+NO_RESULT = (   # what may hold a digit and is no result: comments, names, columns, lengths
+    r"(?<!\\)%.*", r"\\(?:val|claim|findings|ifrun|notrun|figref|ref|label|cite[tp]?|multicolumn|resultfigure)\{[^}]*\}(?:\{(?:verdict|measured|why|reference|n)\})?",
+    r"\\cmidrule\(\w+\)\{[^}]*\}", r"\\setlength\{[^}]*\}\{[^}]*\}", r"[pL]\{[\d.]+in\}",
 )  # fmt: skip
 
 

@@ -14,7 +14,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from . import controls, experiments, frontier, isolation, paths, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, stats
+from . import controls, experiments, frontier, isolation, paper_captions, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, stats
+from .config import ConfigError
+from .tex import prose
 
 WIDTH = 6.4   # inches: the text's width in main.tex
 
@@ -27,6 +29,7 @@ class Spec:
     figure: str
     height: float   # inches
     draw: Callable[[Mapping, Callable[[str], pd.DataFrame]], Figure]   # (results of the experiment, read a table) -> Figure
+    says: Callable[[Mapping, Callable[[str], pd.DataFrame]], str]      # the same -> the sentence with which its caption begins
     text: float = 0.78   # of the notebook's text size, which is made for a screen
 
     def __post_init__(self):
@@ -63,21 +66,21 @@ def _many(name: str, panel: str, value: str, label: str, title: str):
 
 
 FIGURES: dict[str, Spec] = {
-    "summary": Spec(experiment=None, figure="effects", height=2.35, draw=_summary),
-    "dose": Spec(experiment="03_dose", figure="dose", height=2.4, draw=lambda r, t: plots.dose(t("doses"), gate=stats.MAX_LOSS_INCREASE)),
-    "six": Spec(experiment="04_isolation", figure="six_arms", height=2.5, draw=lambda r, t: plots_isolation.six_arms(t("six_arms"), isolation.reference_levels())),
-    "power": Spec(experiment="06_seeds", figure="power", height=2.3, draw=lambda r, t: plots_isolation.power(t("power"), wanted=0.8)),
-    "locality": Spec(experiment="07_controls", figure="cost", height=2.4, draw=_locality),
-    "ladder": Spec(experiment="09_longer_training", figure="ladder", height=2.4, draw=lambda r, t: plots_controls.ladder(t("ladder"))),
-    "sizes": Spec(experiment="14_ranking_seeds", figure="sizes", height=2.3,
+    "summary": Spec(experiment=None, figure="effects", height=2.35, says=paper_captions.summary, draw=_summary),
+    "dose": Spec(experiment="03_dose", figure="dose", height=2.4, says=paper_captions.dose, draw=lambda r, t: plots.dose(t("doses"), gate=stats.MAX_LOSS_INCREASE)),
+    "six": Spec(experiment="04_isolation", figure="six_arms", height=2.5, says=paper_captions.six, draw=lambda r, t: plots_isolation.six_arms(t("six_arms"), isolation.reference_levels())),
+    "power": Spec(experiment="06_seeds", figure="power", height=2.3, says=paper_captions.power, draw=lambda r, t: plots_isolation.power(t("power"), wanted=0.8)),
+    "locality": Spec(experiment="07_controls", figure="cost", height=2.4, says=paper_captions.locality, draw=_locality),
+    "ladder": Spec(experiment="09_longer_training", figure="ladder", height=2.4, says=paper_captions.ladder, draw=lambda r, t: plots_controls.ladder(t("ladder"))),
+    "sizes": Spec(experiment="14_ranking_seeds", figure="sizes", height=2.3, says=paper_captions.sizes,
                   draw=lambda r, t: plots_isolation.sizes(scaling.same_experts(t("sizes")), scaling.reference_points("ranking"))),
-    "frontier": Spec(experiment="15_frontier", figure="known", height=3.4, text=0.72, draw=_many("known", "horizon", "known", "known ahead (% of the true top-k)", "h = {}")),
-    "curves": Spec(experiment="05_cache_simulation", figure="hit_curves", height=3.2, text=0.74, draw=lambda r, t: plots_simulator.hit_curves(t("hit_curves"))),
-    "fit": Spec(experiment="05_cache_simulation", figure="engine_fit", height=2.1, text=0.72, draw=lambda r, t: plots_simulator.engine_fit(t("engine_fit"))),
-    "bandwidth": Spec(experiment="08_latency_sensitivity", figure="bandwidth", height=2.9, draw=_bandwidth),
-    "map": Spec(experiment="08_latency_sensitivity", figure="map", height=3.5, text=0.74, draw=_map),
-    "race": Spec(experiment="11_engine", figure="race", height=2.4, text=0.74, draw=lambda r, t: plots_engine.race(t("race"))),
-    "prediction": Spec(experiment="11_engine", figure="prediction", height=2.4, text=0.74, draw=lambda r, t: plots_engine.prediction(t("prediction"))),
+    "frontier": Spec(experiment="15_frontier", figure="known", height=3.4, says=paper_captions.known, text=0.72, draw=_many("known", "horizon", "known", "known ahead (% of the true top-k)", "h = {}")),
+    "curves": Spec(experiment="05_cache_simulation", figure="hit_curves", height=3.2, says=paper_captions.curves, text=0.74, draw=lambda r, t: plots_simulator.hit_curves(t("hit_curves"))),
+    "fit": Spec(experiment="05_cache_simulation", figure="engine_fit", height=2.1, says=paper_captions.fit, text=0.72, draw=lambda r, t: plots_simulator.engine_fit(t("engine_fit"))),
+    "bandwidth": Spec(experiment="08_latency_sensitivity", figure="bandwidth", height=2.9, says=paper_captions.bandwidth, draw=_bandwidth),
+    "map": Spec(experiment="08_latency_sensitivity", figure="map", height=3.5, says=paper_captions.harm, text=0.74, draw=_map),
+    "race": Spec(experiment="11_engine", figure="race", height=2.4, says=paper_captions.race, text=0.74, draw=lambda r, t: plots_engine.race(t("race"))),
+    "prediction": Spec(experiment="11_engine", figure="prediction", height=2.4, says=paper_captions.prediction, text=0.74, draw=lambda r, t: plots_engine.prediction(t("prediction"))),
 }  # fmt: skip
 
 
@@ -93,16 +96,25 @@ def write(profile: str, found: Mapping[str, Mapping], folder: Path) -> dict[str,
     for name, spec in FIGURES.items():
         if (alt := alternative(name, found)) is None:
             continue
-        experiment = spec.of(found)
-
-        def table(which, experiment=experiment):
-            return pd.read_csv(paths.outputs(profile) / experiment / f"{which}.csv")
-
-        figure = fit(spec.draw(found[experiment], table), WIDTH, spec.height, spec.text)
+        figure = fit(_made(spec, spec.draw, profile, found), WIDTH, spec.height, spec.text)
         with plots.style(), rc_context({"pdf.fonttype": 42}):   # TrueType, as print shops and arXiv want it
             figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None, "Title": alt})
         drawn[name] = alt
     return drawn
+
+
+def conclusions(profile: str, found: Mapping[str, Mapping]) -> dict[str, str]:
+    """`shows.NAME` -> the sentence with which a figure's caption begins, as LaTeX; empty where the figure is not drawn."""
+    return {f"shows.{name}": "" if alternative(name, found) is None else prose(_made(spec, spec.says, profile, found)) for name, spec in FIGURES.items()}
+
+
+def _made(spec: Spec, make: Callable, profile: str, found: Mapping[str, Mapping]):
+    """`make` (draw or says) on an experiment's results and tables. Raises ConfigError where a table lacks a column that it takes."""
+    experiment = spec.of(found)
+    try:
+        return make(found[experiment], lambda name: results.load_table(profile, experiment, name))
+    except (KeyError, AttributeError) as error:   # as pandas says it
+        raise ConfigError(f"the tables of {experiment} do not make its figure {spec.figure} ({error}): run the notebook again") from error
 
 
 def alternative(name: str, found: Mapping[str, Mapping]) -> str | None:

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
-import pandas as pd
-
-from . import config, experiments, model, paths, reference_table, results, stats
+from . import config, experiments, model, reference_table, results, stats
+from . import claims as deciding
 from .paper_text import EXPERIMENTS, VERDICTS, effect, notrun, number
 from .plots import PREDICTORS
 from .tex import escape, listed, prose, rows
 
 READ = ("ranking", "linear", "next_router", "token_id", "static")   # predictors, the strongest first
 NONE = "--"
+FAULTS = {"1": "a", "2": "b", "4": "c", "5": "d", "6": "e"}   # the simulator's faults: their number in `reference_table.VARIANTS` -> the paper's letter
 
 
 def values(profile: str, found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str, str]:
     """Every table by name. A table whose experiment has not been run is one line that says so."""
-    made = {"table.sizes": _sizes(found), "table.headline": claims(c for c in decided if c["headline"]), "table.claims": claims(decided), "table.provenance": provenance(found)}
+    made = {"table.sizes": _sizes(found), "table.headline": claims((c for c in decided if c["headline"]), parts=False), "table.claims": claims(decided), "table.provenance": provenance(found)}
     main = experiments.primary(found)
     asked = found[main]["provenance"]["parameters"]["horizons"] if main else (1, 2, 4)
     made["head.horizons"] = " & ".join(f"${h}$" for h in asked)
     made["list.failed"], made["list.partly"] = failed(decided), partly(decided)
+    made |= _simulated()
+    made["quality.seeds"] = str(len({row["seed"] for row in found["02_horizons"]["arms"]})) if "02_horizons" in found else notrun("02_horizons")
     drawn = {"table.hits": (main or "02_horizons", 8, hits), "table.effects": (main or "02_horizons", 5, effects), "table.quality": ("02_horizons", 7, quality)}
     for name, (experiment, columns, make) in drawn.items():
         made[name] = make(found[experiment]) if experiment in found else _absent(experiment, columns)
     worth = "05_cache_simulation"
     made["table.mended"] = mended(profile) if worth in found else _absent(worth, 5)
-    made["say.machines"] = machines(profile) if worth in found else notrun(worth)
+    made |= machines(profile) if worth in found else dict.fromkeys(("say.machines", "say.machines-short"), notrun(worth))
     made["say.fits"] = fits(profile) if "08_latency_sensitivity" in found else notrun("08_latency_sensitivity")
     made["table.reproduced"] = reproduced(profile) if worth in found else _absent(worth, 4)
     return made
+
+
+def _simulated() -> dict[str, str]:
+    """The machine that the price is simulated on, which is the reference study's."""
+    study = reference_table
+    return {
+        "sim.layers": str(study.L), "sim.experts": str(study.E), "sim.k": str(study.K), "sim.slots": str(study.SLOTS), "sim.mb": f"{study.REFERENCE['expert_bytes'] / 1e6:g}",
+        "sim.ms": f"{study.COMPUTE.shared_ms:g}", "sim.latency": f"{study.DISK.latency_ms:g}", "sim.bandwidth": f"{study.DISK.gb_per_s:g}", "sim.skew": f"{study.SKEW:g}", "sim.reuse": f"{study.REUSE:.0%}".replace("%", r"\%"),
+    }  # fmt: skip
 
 
 def _absent(experiment: str, columns: int) -> str:
@@ -74,10 +86,14 @@ def effects(result: Mapping) -> str:
                                     ("margin_over_token_id", "ranking", "ranking MLP, margin over lookup"), ("exact_set", "ranking", "ranking MLP, exact set")):  # fmt: skip
         for i, e in enumerate(experiments.hit_effects(result["arms"], "joint", "baseline", metric=metric, predictors=[predictor])):
             theirs = known.get((predictor, e["horizon"])) if metric == "hit" else None
-            lines.append([prose(name) if not i else "", str(e["horizon"]), effect(e, "points"), NONE if e["p_holm"] is None else number(e["p_holm"], 3),
+            lines.append([prose(name) if not i else "", str(e["horizon"]), effect(e, "points"), _p(e["p_holm"]),
                           f"${100 * theirs:+.1f}$" if theirs is not None else NONE])  # fmt: skip
         lines.append(r"\addlinespace[2pt]")
     return rows(lines[:-1])
+
+
+def _p(value: float | None) -> str:
+    return NONE if value is None else "$<$0.001" if value < 0.0005 else number(value, 3)
 
 
 def quality(result: Mapping) -> str:
@@ -93,8 +109,7 @@ def quality(result: Mapping) -> str:
 
 def mended(profile: str) -> str:
     """The joint model's gain in every variant of the simulator: with the reference study's accuracies (tok/s linear and ranking, waste) and with ours (tok/s, linear)."""
-    folder = paths.outputs(profile) / "05_cache_simulation"
-    tables = pd.read_csv(folder / "reference_table.csv"), pd.read_csv(folder / "our_table.csv")
+    tables = [results.load_table(profile, "05_cache_simulation", name) for name in ("reference_table", "our_table")]
 
     def by(table, predictor, metric):
         return {e["variant"]: effect(e, "points") for e in reference_table.effects(table, f"joint-{predictor}", f"baseline-{predictor}", metric)}
@@ -104,14 +119,14 @@ def mended(profile: str) -> str:
 
 
 def _variant(name: str) -> str:
-    """A variant's name with its fault's number set apart: "5 wrong guesses ..." as "(5) wrong guesses ..."."""
+    """A variant's name with its fault's letter set apart: "5 wrong guesses ..." as "(d) wrong guesses ..."."""
     first, _, rest = name.partition(" ")
-    return prose(f"({first}) {rest}" if first.isdigit() else name)
+    return prose(f"({FAULTS[first]}) {rest}" if first in FAULTS else name)
 
 
 def reproduced(profile: str) -> str:
     """The reference study's simulator table beside our reproduction of it."""
-    known = pd.read_csv(paths.outputs(profile) / "05_cache_simulation" / "beside_published.csv")
+    known = results.load_table(profile, "05_cache_simulation", "beside_published")
     words, digits = {"distinct": "distinct experts of a token", "tok_s": "tokens per second", "wasted_mb": "wasted MB per token", "ttft_ms": "first token (ms)"}, {"distinct": 2, "tok_s": 3, "wasted_mb": 1, "ttft_ms": 0}
     lines, last = [], None
     for row in known.itertuples():
@@ -120,41 +135,79 @@ def reproduced(profile: str) -> str:
     return rows(lines)
 
 
-def claims(decided: Iterable[Mapping]) -> str:
-    """Claim, the reference study's number, ours, verdict."""
-    lines = [[prose(c["statement"].rstrip(".")), prose(c["reference"]), prose(c["measured"]) if c["effects"] else notrun(c["notebook"]), VERDICTS[c["verdict"]]] for c in decided]
+def claims(decided: Iterable[Mapping], *, parts: bool = True) -> str:
+    """Claim, the reference study's number, ours, verdict. A claim of several parts has a line below it for each, or, without `parts`, how many of them hold."""
+    lines = []
+    for c in decided:
+        held = c.get("parts", []) if c["effects"] else []
+        here = notrun(c["notebook"]) if not c["effects"] else compact(c["measured"]) if not held else f"each of its {len(held)} parts:" if parts else parts_held(held)
+        lines.append([prose(c["statement"].rstrip(".")), prose(c["reference"]), here, _verdict(c)])
+        lines += [[rf"\hangindent=1em\hangafter=0\emph{{{prose(part['name'])}}}", "", compact(part["measured"]), _verdict(part)] for part in held if parts]
     return (r" \\ \addlinespace[3pt]" + "\n").join(" & ".join(line) for line in lines) + r" \\"
+
+
+def _verdict(claim: Mapping) -> str:
+    """A verdict's word; of one that holds in direction and not in size, at which horizons."""
+    at = _other_size(claim)
+    return VERDICTS[claim["verdict"]] + ("" if at is None else " (size" + (f": {prose(at)}" if at else "") + ")")
+
+
+def _other_size(claim: Mapping) -> str | None:
+    """Of a claim that is partly replicated because of its size: the horizons at which the size differs ("" where it has none); None of any other claim."""
+    if claim["verdict"] != stats.PARTLY or claim.get("parts") or stats.OTHER_SIZE not in claim["why"]:
+        return None
+    return ", ".join(re.findall(r"h = \d+", deciding.plain_reason(claim["why"]).partition(stats.OTHER_SIZE)[2]))
+
+
+def parts_held(parts: Sequence[Mapping]) -> str:
+    """How many parts of a claim have which verdict."""
+    words = [part["verdict"] for part in parts]
+    told = [f"{words.count(word)} {VERDICTS[word]}" for word in VERDICTS if word in words]
+    return prose(f"of {len(parts)} parts {', '.join(told)}")
+
+
+def compact(measured: str) -> str:
+    """What was measured with its unit once: "+1.2 points [...] / +2.2 points [...] at h = 1 / 2 (5 seeds)" as "+1.2 [...] / +2.2 [...] points at ..."."""
+    for unit in (" points", " nats"):
+        if measured.count(unit) > 1:
+            measured = re.sub(r"(( at h = [\d /]+)?( \(\d+ seeds?\))?)$", rf"{unit}\1", measured.replace(unit, ""), count=1)
+    return prose(measured)
 
 
 def failed(decided: Iterable[Mapping]) -> str:
     """The claims that did not replicate as items of a list, with what was published, what was measured and why; a sentence where there is none."""
-    items = [rf"\item \textbf{{{prose(c['statement'].rstrip('.'))}.}} Here: {prose(c['measured'])}. In the reference study: {prose(c['reference'])}. Why: \val{{claim.{c['id']}.why}}."
+    items = [rf"\item \textbf{{{prose(c['statement'].rstrip('.'))}.}} Here: {compact(c['measured'])}. In the reference study: {prose(c['reference'])}. Why: \val{{claim.{c['id']}.why}}."
              for c in decided if c["verdict"] == stats.NOT_REPLICATED]  # fmt: skip
     return "\n".join(items) or r"\item None of those tested."
 
 
 def partly(decided: Iterable[Mapping]) -> str:
-    """The claims that replicated in part, in one sentence each with the reason."""
-    said = [rf"\emph{{{prose(c['statement'].rstrip('.'))}}} (\val{{claim.{c['id']}.why}})." for c in decided if c["verdict"] == stats.PARTLY]
-    return " ".join(said) or "none."
+    """How many claims replicated in part only because of their size; the others as items of a list, with the reason."""
+    held = [c for c in decided if c["verdict"] == stats.PARTLY]
+    rest = [c for c in held if _other_size(c) is None]
+    said = f"Of the {len(held)} claims that are partly replicated {len(held) - len(rest)} hold in direction and differ more than {stats.MAGNITUDE_FACTOR:g}-fold in size."
+    items = [rf"\item \emph{{{prose(c['statement'].rstrip('.'))}}}: \val{{claim.{c['id']}.why}}." for c in rest]
+    return said + ("" if not items else " The others:\n\\begin{itemize}\\setlength{\\itemsep}{1pt}\\small\n" + "\n".join(items) + "\n\\end{itemize}")
 
 
-def machines(profile: str) -> str:
-    """How many of the published machines' hit rates and speeds lie inside what the simulator gives for them, and how far off the rest are."""
-    known = pd.read_csv(paths.outputs(profile) / "05_cache_simulation" / "published_machines.csv")
-    parts = []
+def machines(profile: str) -> dict[str, str]:
+    """How many of the published machines' hit rates and speeds lie inside what the simulator gives for them, and how far off the rest are; and in short."""
+    known = results.load_table(profile, "05_cache_simulation", "published_machines")
+    parts, short = [], []
     for name, words in (("hit", "published hit rates"), ("tok_s", "published speeds")):
         inside = (known[f"{name}_published"] >= known[f"{name}_low"]) & (known[f"{name}_published"] <= known[f"{name}_high"])
         below, above = known[known[f"{name}_published"] < known[f"{name}_low"]], known[known[f"{name}_published"] > known[f"{name}_high"]]
         off = [f"{len(part)} {side}, at {ratio.min():.2f} to {ratio.max():.2f} times that end" for part, end, side in ((below, "low", "below it"), (above, "high", "above it"))
                if len(part) for ratio in [part[f"{name}_published"] / part[f"{name}_{end}"]]]  # fmt: skip
         parts.append(f"of {len(known)} {words} {inside.sum()} lie inside the simulated range" + (f" ({' and '.join(off)})" if off else ""))
-    return prose(f"The range is over what is not published of a machine. {'; '.join(parts).capitalize()}.")
+        short.append(f"of {len(known)} {words} of machines in use {inside.sum()}")
+    return {"say.machines": prose(f"The range is over what is not published of a machine. {'; '.join(parts).capitalize()}."),
+            "say.machines-short": prose(f"{' and '.join(short)} lie inside what it gives for them.")}  # fmt: skip
 
 
 def fits(profile: str) -> str:
     """The joint model's gain where a read fits behind a layer and where it does not, with both kinds of accuracies, means over seeds."""
-    known, parts = pd.read_csv(paths.outputs(profile) / "08_latency_sensitivity" / "bandwidth.csv"), []
+    known, parts = results.load_table(profile, "08_latency_sensitivity", "bandwidth"), []
     for whose, words in (("reference", "With the study's accuracies"), ("ours", "with ours")):
         means = known[(known.accuracies == whose) & (known.variant == "all mended")].groupby(["fits", "gb_per_s"]).gain.mean()
         told = [" to ".join(dict.fromkeys(f"{100 * end:+z.1f}%" for end in (side.min(), side.max()))) + f" {where}" for flag, where in ((True, "where a read fits"), (False, "where none does"))

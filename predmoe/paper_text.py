@@ -13,10 +13,11 @@ from . import claims as deciding
 from . import config, experiments, findings, results, stats
 from .tex import listed, prose
 
-EXPERIMENTS = {
-    "01_mechanism": "mechanism", "02_horizons": "horizons", "03_dose": "dose", "04_isolation": "isolation", "05_cache_simulation": "simulator", "06_seeds": "seeds",
-    "07_controls": "controls", "08_latency_sensitivity": "sensitivity", "09_longer_training": "longer training", "10_olmoe_lora": "fine-tune of a pretrained model", "11_engine": "engine",
-    "12_downstream": "zero-shot quality", "13_olmoe_dose": "dose of the fine-tune", "14_ranking_seeds": "seeds and sizes", "15_frontier": "frontier",
+EXPERIMENTS = {   # name -> what it is about, in the words in which the abstract lists what has not been run
+    "01_mechanism": "the mechanism", "02_horizons": "the horizons", "03_dose": "the dose", "04_isolation": "isolation of the backbone", "05_cache_simulation": "the simulator", "06_seeds": "more seeds",
+    "07_controls": "sticky losses and measured locality", "08_latency_sensitivity": "latency and disks", "09_longer_training": "longer training and sharper routers",
+    "10_olmoe_lora": "a pretrained model's fine-tune", "11_engine": "the engine", "12_downstream": "zero-shot tasks", "13_olmoe_dose": "the dose of that fine-tune",
+    "14_ranking_seeds": "further seeds and sizes", "15_frontier": "early and hash routers",
 }  # fmt: skip
 # Findings that the paper says elsewhere or that speak of the notebook itself.
 LEFT_OUT = r"post-hoc fits converged|^All \d+ .* fits|^Our accuracies are|^The public traces are|^Recorded traces|claims of the reference study are decided"
@@ -33,7 +34,7 @@ DETAILS = {   # name -> (experiment, the beginning of its finding): single sente
     "say.prompt": ("08_latency_sensitivity", "From cold"), "say.best": ("08_latency_sensitivity", "With the best setting"),
     "say.map": ("08_latency_sensitivity", "Without the guard prefetching harms"), "say.map-guarded": ("08_latency_sensitivity", "With the guard prefetching harms in"),
     "say.term": ("01_mechanism", "At the end of training"), "say.chosen": ("02_horizons", r"(Of \d+|None of the|No) candidates?"), "say.documents": ("02_horizons", "Resampling"),
-    "say.variations": ("02_horizons", "So at h"),
+    "say.variations": ("02_horizons", "So at h"), "say.placebo": ("02_horizons", r"Placebo \([^)]*\): its loss"),
 }  # fmt: skip
 VERDICTS = {stats.REPLICATED: "replicated", stats.PARTLY: "partly replicated", stats.NOT_REPLICATED: "not replicated", stats.NOT_TESTED: "not tested"}
 
@@ -47,7 +48,7 @@ def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str
     made = _protocol(found) | _claims(decided) | _sentences(found, decided)
     for name in EXPERIMENTS:
         said = [text for text in found.get(name, {}).get("findings", []) if not re.search(LEFT_OUT, text) and not re.search(BESIDE.get(name, "^$"), text)]
-        made[f"findings.{name}"] = " ".join(map(prose, said)) if name in found else notrun(name)
+        made[f"findings.{name}"] = _told(said) if name in found else notrun(name)
     for key, (name, start) in DETAILS.items():
         if name not in found:
             made[key] = notrun(name)
@@ -56,6 +57,13 @@ def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str
         said = [re.sub("^So ", "Across the variations of the recipe, ", text) for text in said]   # where the sentences before it do not stand
         made[key] = " ".join(map(prose, said)) if said else rf"\notreported{{{name}}}"
     return made
+
+
+def _told(sentences: Sequence[str]) -> str:
+    """Findings as running text, or, where there are more than three, as a list."""
+    if len(sentences) <= 3:
+        return " ".join(map(prose, sentences))
+    return "\n".join([r"\begin{findinglist}", *(rf"\item {prose(text)}" for text in sentences), r"\end{findinglist}"])
 
 
 def notrun(experiment: str) -> str:
@@ -81,9 +89,10 @@ def _protocol(found) -> dict[str, str]:
     objective, fit = tier.objective, tier.posthoc
     tokens = tier.train.steps * tier.train.batch_size * tier.model.context
     ran, missing = [name for name in EXPERIMENTS if name in found], [name for name in EXPERIMENTS if name not in found]
-    status = f"Of {len(EXPERIMENTS)} planned experiments {len(ran)} have been run; where the others will stand, the text says so." if missing else f"All {len(EXPERIMENTS)} planned experiments have been run."
+    status = f"Of {len(EXPERIMENTS)} planned experiments {len(ran)} have been run; not yet: {', '.join(EXPERIMENTS[name] for name in missing)}." if missing else f"All {len(EXPERIMENTS)} planned experiments have been run."
     size = _size(tier)
     return {
+        "tuned.model": _tuned(found),
         "status": prose(status), "gate.loss": f"{100 * stats.MAX_LOSS_INCREASE:g}\\%", "gate.entropy": f"{stats.MIN_LOAD_ENTROPY_RATIO:g}",
         "weight.balance": f"{objective.balance:g}", "weight.joint": f"{asked.get('lambda_pred', 0.3):g}" if asked else notrun("02_horizons"),
         "horizons": listed([str(h) for h in asked["horizons"]]) if asked else notrun("02_horizons"),
@@ -92,8 +101,18 @@ def _protocol(found) -> dict[str, str]:
         "fit.every": str(fit.eval_every), "fit.divisor": "4", "fit.patience": str(fit.patience), "heldout.tokens": f"{tier.data.heldout_tokens:,}".replace(",", "\\,"),
         "factor": f"{stats.MAGNITUDE_FACTOR:g}", "least.seeds": str(stats.LEAST_SEEDS), "train.lr": f"{tier.train.lr:g}", "train.tokens": f"{tokens / 1e6:.3g} million",
         "model.total": f"{size['total'] / 1e6:.3g} million", "model.active": f"{size['active'] / 1e6:.3g} million", "model.layers": str(tier.model.num_layers),
+        "model.width": str(tier.model.hidden_size), "model.heads": str(tier.model.num_heads), "model.vocab": f"{tier.model.vocab_size:,}".replace(",", "\\,"), "model.context": str(tier.model.context),
+        "train.batch": str(tier.train.batch_size), "train.steps": str(tier.train.steps), "train.warmup": str(tier.train.warmup_steps), "train.decay": f"{tier.train.weight_decay:g}",
         "model.experts": str(tier.model.num_experts), "model.k": str(tier.model.top_k), "model.chance": number(tier.model.top_k / tier.model.num_experts, 3),
     }  # fmt: skip
+
+
+def _tuned(found) -> str:
+    """Which model the fine-tunes started from, so that none is taken for a published one."""
+    if "10_olmoe_lora" not in found:
+        return notrun("10_olmoe_lora")
+    asked = found["10_olmoe_lora"]["provenance"]["parameters"]
+    return prose(str(asked["checkpoint"])) if asked.get("checkpoint") else "a model that was trained here for it, not a published one"
 
 
 def _size(tier) -> dict[str, int]:
@@ -130,10 +149,25 @@ def _sentences(found, decided) -> dict[str, str]:
     told = ", ".join(f"{counts[word]} {'are' if i == 0 else ''} {VERDICTS[word]}".replace("  ", " ") for i, word in enumerate(VERDICTS) if counts[word])
     made = {"say.counts": prose(f"Of {len(decided)} claims of the study {told}."), "claims.count": str(len(decided))}
     made |= {f"count.{word.replace(' ', '-')}": str(n) for word, n in counts.items()}
-    return made | _of_horizons(found) | _of_simulator(found)
+    return made | _of_horizons(found) | _of_simulator(found) | {"say.dose-both": _of_dose(found)}
 
 
-MAIN = ("effect", "corrected", "compared", "linear", "free", "lookup", "margin", "cost", "loss", "reuse", "converged")
+def _of_dose(found) -> str:
+    """What the gradient through the target router does to the margin over a token-id lookup and to the routers' entropy, over all weights and horizons."""
+    if "03_dose" not in found:
+        return notrun("03_dose")
+    table = experiments.doses(found["03_dose"]["arms"], experiments.PRIMARY)
+    part = table[table.arm == "both"]
+    if part.empty:
+        return r"\notreported{03_dose}"
+    means = part.groupby(["dose", "horizon"])[["margin", "entropy"]].mean() * 100
+    ends = [f"{means[name].max():+z.1f} to {means[name].min():+z.1f}" for name in ("margin", "entropy")]
+    seeds = part.seed.nunique()
+    return prose(f"With the gradient through the target router the margin over the token-id lookup changes by {ends[0]} points, over weights and horizons, "
+                 f"and router entropy by {ends[1]} points of its maximum ({seeds} seed{'s' if seeds > 1 else ''}).")
+
+
+MAIN = ("effect", "corrected", "smaller", "compared", "linear", "free", "lookup", "margin", "cost", "loss", "reuse", "converged")
 OTHER = ("alternative", "alternative-cost")
 
 
@@ -151,9 +185,14 @@ def _of_horizons(found) -> dict[str, str]:
     confirmatory = by("ranking")
     known = {h: value for (predictor, h), value in experiments.reference_effects().items() if predictor == "ranking"}
     compared = [f"at h = {e['horizon']}, {findings.compare(e, known[e['horizon']])}" for e in confirmatory if e["horizon"] in known]
+    smaller = ""
+    if main != "02_horizons" and "02_horizons" in found:
+        fewer = experiments.hit_effects(found["02_horizons"]["arms"], "joint", "baseline", predictors=["ranking"])
+        told = findings.corrected(fewer)
+        smaller = f"Over the {fewer[0]['n']} seeds of 02_horizons, the smaller comparison that these extend: {told[0].lower()}{told[1:]} Where the two differ, what is established hangs on the further seeds."
     loss, reuse = experiments.scalar_effects(arms, "joint", "baseline", {"val_loss": "nats/token", "reuse": "share of k"})
     said = {
-        "effect": findings.say_confirmed(confirmatory, "Under the ranking MLP on both sides, joint training", "hit@k"), "corrected": findings.corrected(confirmatory),
+        "effect": findings.say_confirmed(confirmatory, "Under the ranking MLP on both sides, joint training", "hit@k"), "corrected": findings.corrected(confirmatory), "smaller": smaller,
         "compared": "; ".join(compared) + "." if compared else "No horizon is in common with the reference study.",
         "linear": findings.say_by_horizon(by("linear"), "Under a fresh linear predictor it", "hit@k"),
         "free": findings.say_by_horizon(by("next_router"), "For the next layer's router applied early, which costs nothing, it", "hit@k"),
@@ -182,15 +221,25 @@ def _of_simulator(found) -> dict[str, str]:
     asked = (("worth", worth, "joint-linear", "baseline-linear", "tok_s", "With our linear predictors' accuracies, joint training", "simulated tokens per second"),
              ("worth-ranking", worth, "joint-ranking", "baseline-ranking", "tok_s", "With our ranking predictors' accuracies, it", "simulated tokens per second"),
              ("spared", worth, "joint-linear", "baseline-linear", "wasted_mb", "With linear predictors, it", "wasted bytes"),
-             ("any", worth, "baseline-ranking", "demand", "tok_s", "For an ordinary model, prefetching what a ranking predictor foretells", "simulated tokens per second"),
-             ("over-free", worth, "joint-ranking", "next-router", "tok_s", "Against the next layer's router, which is free, the joint model's ranking predictor", "simulated tokens per second"),
-             ("oracle", worth, "oracle", "demand", "tok_s", "An oracle", "simulated tokens per second"),
-             ("ttft", waiting, "baseline-linear", "demand", "ttft_ms", "Prefetching (linear predictor)", "the cold time to first token"),
-             ("ttft-joint", waiting, "joint-linear", "baseline-linear", "ttft_ms", "Beyond that the joint model", "the cold time to first token"))  # fmt: skip
+             ("any", worth, "baseline-ranking", "demand", "tok_s", "Against no prefetch, an ordinary model's ranking predictor", "simulated tokens per second"),
+             ("over-free", worth, "joint-ranking", "next-router", "tok_s", "Against prefetching with the next layer's router, which is free, the joint model's ranking predictor", "simulated tokens per second"),
+             ("oracle", worth, "oracle", "demand", "tok_s", "Against no prefetch, an oracle", "simulated tokens per second"),
+             ("ttft", waiting, "baseline-linear", "demand", "ttft_ms", "Against no prefetch, an ordinary model's linear predictor", "the cold time to first token"),
+             ("ttft-joint", waiting, "joint-linear", "baseline-linear", "ttft_ms", "Against that, the joint model's linear predictor", "the cold time to first token"))  # fmt: skip
     for name, experiment, arm, minus, metric, subject, quantity in asked:
         ran = experiment in found
         made[f"say.{name}"] = prose(findings.say(experiments.relative_effect(found[experiment]["arms"], arm, minus, metric), subject, quantity, "percent")) if ran else notrun(experiment)
-    return made
+    return made | {"say.price": prose(_price(found[worth]["arms"])) if worth in found else notrun(worth)}
+
+
+def _price(arms) -> str:
+    """The abstract's sentence: what joint training changes in the simulator with both kinds of predictors, and what prefetching is worth without it."""
+    def by(arm, minus):
+        return results.effect_text(experiments.relative_effect(arms, arm, minus, "tok_s"), "percent")
+
+    seeds = len({row["seed"] for row in arms if row["arm"] == "joint-ranking"})
+    return (f"In the simulator, mended, joint training changes tokens per second by {by('joint-ranking', 'baseline-ranking')} with the ranking and by {by('joint-linear', 'baseline-linear')} with the "
+            f"linear predictor; prefetching itself, without joint training, by {by('baseline-ranking', 'demand')} ({seeds} seeds).")
 
 
 def decide(found: Mapping[str, Mapping], specs: Iterable[Mapping]) -> list[dict]:

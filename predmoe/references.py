@@ -36,7 +36,7 @@ def write(records: Iterable[Mapping], keys: Sequence[str]) -> str:
 
 
 def _entry(record: Mapping) -> str:
-    venue, fields = record.get("venue", ""), {"title": "{" + escape(record["title"]) + "}", "author": " and ".join(map(_name, record["authors"])), "year": record["year"]}
+    venue, fields = record.get("venue", ""), {"title": "{" + _title(record) + "}", "author": " and ".join(map(_name, record["authors"])), "year": record["year"]}
     doi = re.search(r"\bdoi (10\.\S+)", venue)
     repository = re.search(r"GitHub: (\S+)", venue)
     notes = [escape(re.sub(r",? ?doi 10\.\S+", "", re.sub(r" \(.*?\)$", "", venue)))] if venue and not repository else []
@@ -52,8 +52,15 @@ def _entry(record: Mapping) -> str:
     return f"@misc{{{record['key']},\n" + "".join(f"  {name} = {{{value}}},\n" for name, value in fields.items()) + "}\n"
 
 
+def _title(record: Mapping) -> str:
+    """A title with its quotation marks as LaTeX sets them."""
+    return re.sub(r'"([^"]*)"', r"``\1''", escape(record["title"]))
+
+
 def _name(author: str) -> str:
-    """A person as BibTeX reads it; what is one word, or a team, is kept together."""
+    """A person as BibTeX reads it; what is one word, or a team, is kept together, and "et al." is BibTeX's "others"."""
+    if author == "et al.":
+        return "others"
     return f"{{{escape(author)}}}" if " " not in author or "Team" in author else escape(author)
 
 
@@ -106,7 +113,7 @@ def _against(entries, records) -> list[str]:
         record = held[key]
         if not record["verified"]:
             wrong.append(f"{key} is not verified")
-        for name, mine, theirs in (("title", fields.get("title", "").strip("{}"), escape(record["title"])), ("arXiv id", fields.get("eprint", ""), record.get("arxiv", "")),
+        for name, mine, theirs in (("title", fields.get("title", "").strip("{}"), _title(record)), ("arXiv id", fields.get("eprint", ""), record.get("arxiv", "")),
                                    ("year", fields.get("year", ""), record["year"]), ("author", fields.get("author", ""), " and ".join(map(_name, record["authors"])))):  # fmt: skip
             if mine != theirs:
                 wrong.append(f"{key}: the {name} is {mine!r} here and {theirs!r} in the list of references")

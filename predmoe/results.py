@@ -153,6 +153,16 @@ def load_all(profile: str) -> dict[str, dict]:
     return {path.parent.name: _read_json(path, "results") for path in found}
 
 
+def load_table(profile: str, experiment: str, name: str) -> pd.DataFrame:
+    """A table that an experiment wrote. Raises ResultError where it is absent or cannot be read."""
+    path = paths.outputs(profile) / experiment / f"{name}.csv"
+    try:
+        return pd.read_csv(path)
+    except (FileNotFoundError, pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"is damaged ({str(error).strip().splitlines()[0]})"
+        raise ResultError(f"{name}.csv of {experiment} {why}: run the notebook again") from None
+
+
 def load_claims(profile: str) -> list[dict]:
     path = paths.outputs(profile) / "claims.json"
     if not path.exists():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from predmoe import cli, experiments, paper, paper_build, paper_figures, paper_tables, paper_text, paths, references, results, tex
+from predmoe import cli, experiments, paper, paper_build, paper_captions, paper_figures, paper_tables, paper_text, paths, references, results, tex
 from predmoe.config import ConfigError
 
 MAIN = (paper.FOLDER / "main.tex").read_text()
@@ -27,7 +27,7 @@ needs_latex = pytest.mark.skipif(not shutil.which("latexmk") or not shutil.which
 def made(profile, found):
     """Every value of the paper for these results."""
     decided = paper_text.decide(found, SPECS)
-    return paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found) | {"source.doubts": ""}, decided
+    return paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found) | paper_figures.conclusions(profile, found) | {"source.doubts": ""}, decided
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +140,62 @@ def test_the_committed_claims_are_those_that_the_results_give(told):
     assert paper.behind("cpu", told[1]) == []
 
 
+def test_a_claim_of_several_parts_has_a_line_for_each_and_its_unit_once(told):
+    whole = next(claim for claim in told[1] if claim["id"] == "dose-response")
+    lines = paper_tables.claims([whole]).split(r" \\ ")
+    assert len(lines) == 1 + len(whole["parts"]) and all(part["name"] in line for part, line in zip(whole["parts"], lines[1:]))
+    assert max(line.count(r"\mbox{[") for line in lines) <= 3   # one effect per horizon: no cell that fills a page
+    counted = paper_tables.claims([whole], parts=False)
+    assert counted.count(r"\\") == 1 and f"of {len(whole['parts'])} parts" in counted and r"\mbox{[" not in counted
+
+
+@pytest.mark.parametrize("measured, set_", [
+    ("+1.2 points [+0.7, +1.7] / -2.0 points [-3.0, -1.0] at h = 1 / 2 (5 seeds)", r"+1.2 \mbox{[+0.7, +1.7]} / $-$2.0 \mbox{[$-$3.0, $-$1.0]} points at $h=1/2$ (5~seeds)"),
+    ("+0.1 points [+0.0, +0.2] (3 seeds)", r"+0.1~points \mbox{[+0.0, +0.2]} (3~seeds)"), ("+0.1 points (single seed) / +0.2 points (single seed) at h = 1 / 2 (1 seed)",
+     r"+0.1 (single seed) / +0.2 (single seed) points at $h=1/2$ (1~seed)"),
+])  # fmt: skip
+def test_a_unit_that_repeats_is_said_once(measured, set_):
+    assert paper_tables.compact(measured) == set_
+
+
+@pytest.mark.parametrize("p, said", [(None, "--"), (0.0004, "$<$0.001"), (0.0006, "0.001"), (0.5, "0.500")])
+def test_no_p_value_is_zero(p, said):
+    assert paper_tables._p(p) == said
+
+
+def test_what_differs_in_size_alone_is_counted_and_what_else_is_partly_replicated_is_listed(told):
+    held = [claim for claim in told[1] if claim["verdict"] == "partly"]
+    listed = re.findall(r"claim\.([\w-]+)\.why", paper_tables.partly(told[1]))
+    sizes = [claim for claim in held if claim["id"] not in listed]
+    assert f"Of the {len(held)} claims that are partly replicated {len(sizes)} hold" in paper_tables.partly(told[1])
+    assert all("differs more than twofold" in claim["why"] for claim in sizes) and all("partly replicated (size" in paper_tables.claims([claim]) for claim in sizes)
+
+
+def test_many_findings_are_a_list_and_few_are_running_text(committed, told):
+    found = copy.deepcopy(committed)
+    found["03_dose"]["findings"] = [f"It is {word}." for word in ("so", "thus", "true", "right")]
+    many = made("cpu", found)[0]["findings.03_dose"]
+    assert many.count(r"\item ") == 4 and "itemize" not in told[0]["findings.03_dose"] and r"\item" not in told[0]["findings.03_dose"]
+
+
+def test_the_abstract_names_what_has_not_been_run(committed, told):
+    missing = [words for name, words in paper_text.EXPERIMENTS.items() if name not in committed]
+    assert all(words in told[0]["status"] for words in missing) and r"\val{status}" in MAIN.partition(r"\end{abstract}")[0]
+    assert "not yet" in made("cpu", {})[0]["status"]
+
+
+def test_a_caption_begins_with_what_its_figure_shows(committed, told):
+    """Computed from what is drawn: with the two arms exchanged the sign turns; what is not drawn has none."""
+    found = copy.deepcopy(committed[experiments.primary(committed)])
+    before = paper_captions.summary(found, None)
+    for row in found["arms"]:
+        row["arm"] = {"joint": "baseline", "baseline": "joint"}.get(row["arm"], row["arm"])
+    after = paper_captions.summary(found, None)
+    assert re.findall(r"[+-][\d.]+", before) == [("-" if sign == "+" else "+") + size for sign, size in re.findall(r"([+-])([\d.]+)", after)][::-1]
+    drawn = {name for name in paper_figures.FIGURES if paper_figures.alternative(name, committed)}
+    assert {name for name in paper_figures.FIGURES if told[0][f"shows.{name}"]} == drawn
+
+
 # --- where results come from -------------------------------------------------------------------------------------------------
 
 def test_results_of_one_clean_commit_raise_no_doubt(committed):
@@ -162,6 +218,20 @@ def test_dirty_or_mixed_results_are_refused_by_name_unless_told_otherwise(copied
     assert not (target / "numbers.tex").exists()
     notes = paper.write("cpu", target, any_commit=True, figures=False)
     assert any(re.search(said, note) for note in notes) and re.search("not of one clean commit:.*" + said.replace("_", r"\\_"), (target / "numbers.tex").read_text())
+
+
+@pytest.mark.parametrize("harm, said", [
+    (lambda cpu, paper: (cpu / "04_isolation" / "six_arms.csv").unlink(), "six_arms.csv of 04_isolation is missing: run the notebook again"),
+    (lambda cpu, paper: (cpu / "04_isolation" / "six_arms.csv").write_text(""), "six_arms.csv of 04_isolation is damaged"),
+    (lambda cpu, paper: (cpu / "03_dose" / "doses.csv").write_text("arm,dose,seed,horizon\nboth,1,0,1\n"), "the tables of 03_dose do not make its figure dose .*: run the notebook again"),
+    (lambda cpu, paper: (cpu / "06_seeds" / "results.json").rename(cpu / "06_seeds" / "06_seeds.ipynb"), "06_seeds of profile cpu has an executed notebook and no results.json"),
+    (lambda cpu, paper: (paper / "references.bib").open("a").write("@misc{doe2024none,\n  title = {{None}},\n}\n"), "references.bib: doe2024none has an entry and is never cited"),
+])  # fmt: skip
+def test_what_is_lost_or_damaged_is_named_before_anything_is_written(copied, harm, said):
+    harm(*copied)
+    with pytest.raises(ConfigError, match=said):
+        paper.write("cpu", copied[1], any_commit=True)
+    assert {path.name for path in copied[1].iterdir()} == {"main.tex", "references.bib"}
 
 
 def test_a_profile_without_results_is_one_sentence(tmp_path, monkeypatch, capsys):
