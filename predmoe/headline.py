@@ -12,7 +12,7 @@ import numpy as np
 
 from . import claims as deciding
 from . import experiments, results, stats
-from .findings import PLACEBO, _holm, _moved, _p, _seeds, _verb, compare, say, say_by_horizon, say_confirmed, say_placebo
+from .findings import PLACEBO, _holm, _moved, _seeds, _verb, compare, say, say_by_horizon, say_confirmed, say_placebo
 
 FIRST = "02_horizons"   # the experiment that alone has the alternative objective and the placebo; the one with most seeds extends its comparison
 
