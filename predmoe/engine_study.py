@@ -366,15 +366,22 @@ def say_effect(effect: Mapping) -> str:
 
 
 def say_prediction(table: pd.DataFrame) -> list[str]:
-    """How far the simulator is off, without and with prefetch, and where it is worst."""
-    sentences = []
-    for name, part in (("without prefetch", table[table.source == DEMAND]), ("with prefetch", table[table.source != DEMAND])):
+    """How far the simulator is off, without and with prefetch, where it is worst, and how much of that is the machine's own drift."""
+    sentences, demand, ahead = [], table[table.source == DEMAND], table[table.source != DEMAND]
+    for name, part in (("without prefetch", demand), ("with prefetch", ahead)):
         if len(part):
             worst = part.loc[part.error_tok_s.abs().idxmax()]
             sentences.append(
                 f"Simulated against measured tok/s {name}, {len(part)} cells: median error {part.error_tok_s.abs().median():.1%}, worst {worst.error_tok_s:+.1%} "
                 f"({worst.arm}, {worst.source}, {worst.share:.0%} of the experts); "
                 f"bytes are off by {part.error_bytes.abs().max():.2%} at most, hits by {part.error_hits.abs().max():.2%}.")  # fmt: skip
+    if len(demand) > 1 and len(ahead) and not demand.error_bytes.any() and not demand.error_hits.any():
+        low, high = demand.error_tok_s.min(), demand.error_tok_s.max()
+        sentences.append(f"Without prefetch the simulator counts what the engine counts, and its speed is off by {low:+.1%} to {high:+.1%} all the same: so far do disk and processor stray from what was "
+                         f"measured in turns with them. {int(ahead.error_tok_s.between(low, high).sum())} of {len(ahead)} cells with prefetch lie within that range.")  # fmt: skip
+    off = ahead.error_bytes.abs().groupby(ahead.source, sort=False).max().sort_values()
+    if len(off) > 1 and off.iloc[-1]:
+        sentences.append(f"Bytes are off most for {off.index[-1]}; for no other source by more than {off.iloc[-2]:.2%}.")
     return sentences
 
 

@@ -46,6 +46,12 @@ def test_without_prefetch_every_count_is_the_simulators(raced):
     whole = replay(futures[KEY], Cache(slots=13, policy="belady"), Disk(gb_per_s=(1.0, 2.0), lanes=2), compute=Compute(), prefetch=Prefetch(source="oracle", horizon=(1, 2, 3, 4), cross_token=True))
     assert beside[(beside.source == "far_oracle") & (beside.slots == 13)].sim_tok_s.item() == whole.tokens_per_s >= beside[(beside.source == "oracle") & (beside.slots == 13)].sim_tok_s.item()
     sentences = engine_study.say_prediction(beside)
+    low, high = demand.error_tok_s.min(), demand.error_tok_s.max()
+    within = sum(low <= error <= high for error in beside[beside.source != DEMAND].error_tok_s)
+    assert f"off by {low:+.1%} to {high:+.1%} all the same" in sentences[2] and f"{within} of 8 cells with prefetch" in sentences[2]
+    off = beside.error_bytes.abs().groupby(beside.source).max().sort_values()
+    assert len(sentences) == 3 if not off.iloc[-1] else f"most for {off.index[-1]}" in sentences[3] and f"by more than {off.iloc[-2]:.2%}" in sentences[3]
+    assert len(engine_study.say_prediction(beside.assign(error_hits=0.1))) < len(sentences), "what is not counted alike says nothing of drift"
     assert "2 cells" in sentences[0] and "8 cells" in sentences[1] and "0.00% at most" in sentences[0]
     assert f"demand {demand.over_bound.min():.2f} to {demand.over_bound.max():.2f}" in engine_study.say_roofline(beside)
     assert f"2 of {len(beside)} cells lie below 1" in engine_study.say_roofline(beside.assign(over_bound=[0.9, 0.8] + [1.0] * (len(beside) - 2)))
