@@ -26,11 +26,12 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[None]:
-    """Within, SIGTERM (and SIGHUP, of a terminal that is closed) raise Stopped, once: by themselves they end Python without a word and without
+    """Within, SIGTERM (and SIGHUP, of a terminal that is closed) raise Stopped: by themselves they end Python without a word and without
     ending its children. Where a caller has a handler of its own, or ignores them as nohup does, that stays."""
+    asked: list[int] = []
+
     def stop(number, _):
-        for each in mine:
-            signal.signal(each, signal.SIG_IGN)
+        asked.append(number)
         raise Stopped(number)
 
     main_thread = threading.current_thread() is threading.main_thread()   # elsewhere no handler can be set
@@ -42,6 +43,8 @@ def _stopping() -> Iterator[None]:
     finally:
         for number in mine:
             signal.signal(number, signal.SIG_DFL)
+        if asked:   # whatever came of it: where it is raised within a library's callback, it may stay there
+            raise Stopped(asked[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -144,6 +144,23 @@ def gone(pid: int) -> bool:
         return True
 
 
+def test_a_signal_that_a_library_keeps_to_itself_is_told_all_the_same(monkeypatch, capsys):
+    def plan(*_):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except KeyboardInterrupt:
+            pass
+        raise config.ConfigError("what came of it")
+
+    monkeypatch.setattr(execute, "plan", plan)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        assert cli.main(["report"]) == 143 and capsys.readouterr().err == STOPPED.format("SIGTERM")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_callers_own_handling_of_a_signal_stays(monkeypatch, number):
     seen = []
