@@ -18,6 +18,7 @@ from .config import ConfigError, PosthocConfig, RunConfig, stable_hash
 from .data import EvalSet, prepare
 from .evaluation import Heads, NextRouter, Scorer
 from .checkpoint import load_checkpoint
+from .files import read_json
 from .model import MoEModel
 from .posthoc import load_heads, lookups, training_activations
 from .traces.record import Origin, generate, record
@@ -67,7 +68,7 @@ def get_or_record(config: RunConfig, posthoc: PosthocConfig, recording: Recordin
     path = Path(path)
     if path.exists():
         trace = traces.load(path)
-        if trace.meta.notes == identity(config, posthoc, recording):
+        if trace.meta.notes == identity(runs.Run(Path(store) / config.hash, config), posthoc, recording):
             return trace
         report(f"{path.name} holds another recording ({trace.meta.notes}): recorded again")
     trace = record_run(runs.get_or_fit(config, posthoc, store=store, report=report), posthoc, recording)
@@ -76,9 +77,10 @@ def get_or_record(config: RunConfig, posthoc: PosthocConfig, recording: Recordin
     return trace
 
 
-def identity(config: RunConfig, posthoc: PosthocConfig, recording: Recording) -> str:
-    """Which run, fit and recording a trace holds, by their hashes."""
-    return f"run {config.hash}, {runs.posthoc_name(posthoc)}, recording {stable_hash(recording)}"
+def identity(run: runs.Run, posthoc: PosthocConfig, recording: Recording) -> str:
+    """Which run, fit and recording a trace holds, by their hashes; and the weights that the run ended with, since on another kind of machine it ends otherwise."""
+    weights = read_json(run.path / "finished.json").get("weights") if run.finished else None
+    return f"run {run.config.hash}, weights {weights}, {runs.posthoc_name(posthoc)}, recording {stable_hash(recording)}"
 
 
 def record_run(run: runs.Run, posthoc: PosthocConfig, recording: Recording) -> traces.Trace:
@@ -96,7 +98,7 @@ def record_run(run: runs.Run, posthoc: PosthocConfig, recording: Recording) -> t
     windows, domain = choose_windows(tokens.heldout(config.model.context), tokens.domains, recording.per_domain, T)
     more = dict(guesses=recording.guesses, half=True, autocast=torch.bfloat16 if config.train.dtype == "bfloat16" else None)
     text = f"held-out windows of corpus {config.data.corpus.split(':')[0]}"   # a local corpus has a path, which is nobody's business
-    origin = lambda source: Origin(model=runs.describe(config), source=source, domain=domain, notes=identity(config, posthoc, recording))  # noqa: E731
+    origin = lambda source: Origin(model=runs.describe(config), source=source, domain=domain, notes=identity(run, posthoc, recording))  # noqa: E731
     scorers = load_scorers(run, posthoc, model, tokens, recording.predictors)
     if recording.kind == HELDOUT:
         return record(model, windows, scorers, config.predictor.horizons, prompt=recording.prompt, origin=origin(f"{text}, {T} tokens each"), **more)

@@ -1,5 +1,7 @@
 """Traces of the run store: the right text of each domain, the measured predictors, and a file that is taken only for what it is."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -47,10 +49,16 @@ def test_a_recording_is_kept_and_taken_only_for_what_it_is(run, tmp_path, monkey
     path, told = tmp_path / "a" / "joint.trace.safetensors", []
     ask = lambda what: get_or_record(run.config, POSTHOC, what, path=path, store=run.path.parent, report=told.append)  # noqa: E731
     first = ask(SHORT)
-    assert first.meta.notes == recording.identity(run.config, POSTHOC, SHORT) and first.meta.on_policy is False and first.meta.model == runs.describe(run.config)
+    assert first.meta.notes == recording.identity(run, POSTHOC, SHORT) and first.meta.on_policy is False and first.meta.model == runs.describe(run.config)
     assert str(run.path.parent.parent) not in str(first.meta)
     monkeypatch.setattr(recording, "record_run", None)   # the second time nothing is recorded
     assert (ask(SHORT).experts_NLK == first.experts_NLK).all() and not told
+    monkeypatch.undo()
+    ended = json.loads((run.path / "finished.json").read_text())
+    assert ended["weights"] in first.meta.notes
+    monkeypatch.setattr(recording, "read_json", lambda path: ended | {"weights": "of another machine"})
+    monkeypatch.setattr(recording, "record_run", lambda *_: first)
+    assert ask(SHORT) is first and "holds another recording" in told.pop(), "a run that ended with other weights is recorded again"
     monkeypatch.undo()
     other = Recording(kind="generated", tokens=16, prompt=4, per_domain=1, predictors=("linear",))
     second = ask(other)
