@@ -90,7 +90,7 @@ def test_impossible_recordings_are_refused(settings, message):
 
 
 def test_heads_that_a_run_has_not_are_named(tmp_path, monkeypatch):
-    config = tiny("nowhere", objective={})
+    config = tiny("files:nowhere", objective={})
     monkeypatch.setattr(recording, "load_heads", lambda *_: {})
     monkeypatch.setattr(recording, "NextRouter", lambda model: None)
     with pytest.raises(ConfigError, match="baseline, seed .* has no heads trained with it"):
