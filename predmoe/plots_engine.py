@@ -11,10 +11,24 @@ from .plots import COLORS, MARKERS, SEED, _point, _styled
 from .plots_simulator import ARMS
 
 
+FAR, FAR_MARKER = "far_", "X"   # a far source has the colour of the near one, this marker and a broken line
+
+
 def _sources(table: pd.DataFrame) -> dict[str, dict]:
     """Colour and marker of each source."""
     names = [name for name in ARMS if name in set(table.source)]
-    return {name: {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]} for i, name in enumerate(names)}
+    near = list(dict.fromkeys(name.removeprefix(FAR) for name in names))
+    return {name: {"color": COLORS[i % len(COLORS)], "marker": FAR_MARKER if name.startswith(FAR) else MARKERS[i % len(MARKERS)]}
+            for name in names for i in [near.index(name.removeprefix(FAR))]}  # fmt: skip
+
+
+def _line(source: str) -> str:
+    return "--" if source.startswith(FAR) else "-"
+
+
+def _columns(handles: list) -> int:
+    """Of a legend above a figure of two panels: two rows where one is too wide."""
+    return len(handles) if len(handles) <= 5 else -(-len(handles) // 2)
 
 
 @_styled
@@ -31,12 +45,12 @@ def race(rows: pd.DataFrame) -> Figure:
             part = rows[(rows.arm == arm) & (rows.source == source)]
             at = [i for i, share in enumerate(shares) if share in set(part.share)]
             means = [_point(ax, i + x, part[part.share == shares[i]].tok_s, look, small=True) for i in at]
-            ax.plot(np.array(at) + x, means, color=look["color"], linewidth=1, zorder=2)
+            ax.plot(np.array(at) + x, means, color=look["color"], linewidth=1, linestyle=_line(source), zorder=2)
         ax.set(title=f"{arm} model", xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache", xlim=(-0.5, len(shares) - 0.5))
         ax.grid(axis="x", visible=False)
     axes[0].set_ylabel("decoding, tok/s")
-    handles = [Line2D([], [], **look, linewidth=1, label=ARMS[name]) for name, look in looks.items()] + [Line2D([], [], **SEED, markeredgecolor="#555555", label="one prompt")]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    handles = [Line2D([], [], **look, linewidth=1, linestyle=_line(name), label=ARMS[name]) for name, look in looks.items()] + [Line2D([], [], **SEED, markeredgecolor="#555555", label="one prompt")]
+    figure.legend(handles=handles, loc="outside upper center", ncols=_columns(handles))
     return figure
 
 
@@ -60,7 +74,7 @@ def prediction(table: pd.DataFrame) -> Figure:
     right.invert_yaxis()
     right.grid(axis="y", visible=False)
     handles = [Line2D([], [], linestyle="none", markerfacecolor="white", label=ARMS[name], **look) for name, look in looks.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    figure.legend(handles=handles, loc="outside upper center", ncols=_columns(handles))
     return figure
 
 

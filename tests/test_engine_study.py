@@ -131,3 +131,17 @@ def test_calibration_prompts_are_none_of_the_race(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_study, "prepare", lambda data: SimpleNamespace(dev=lambda context: SimpleNamespace(tokens=windows)))
     config = SimpleNamespace(data=None, model=SimpleNamespace(context=5))
     assert engine_study.calibration_prompts(config, count=3, tokens=2) == [[0, 1], [24, 25], [54, 55]]
+
+
+def test_every_source_has_a_look_of_its_own_and_the_legend_fits():
+    names = ["demand", "next_router", "linear", "ranking", "far_ranking", "oracle", "far_oracle"]
+    rows = pd.DataFrame([dict(arm=arm, seed=0, source=source, share=share, prompt=prompt, tokens=10, ms=10.0 + i + prompt, tok_s=1000 / (10 + i), sim_tok_s=1010 / (10 + i), error_tok_s=0.01, over_bound=1.5)
+                         for arm in ("baseline", "joint") for i, source in enumerate(names) for share in (0.25, 0.5) for prompt in (0, 1)])  # fmt: skip
+    looks = plots_engine._sources(rows)
+    assert list(looks) == names and len({(look["color"], look["marker"]) for look in looks.values()}) == len(names)
+    assert looks["far_oracle"]["color"] == looks["oracle"]["color"] != looks["ranking"]["color"] == looks["far_ranking"]["color"]
+    for draw in (plots_engine.race, plots_engine.prediction, plots_engine.roofline):
+        figure = draw(rows)
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
