@@ -24,7 +24,7 @@ LEFT_OUT = r"post-hoc fits converged|^All \d+ .* fits|^Our accuracies are|^The p
 AGAIN = r"^Under the ranking MLP|^Corrected for|^The joint arm|^Joint training [^:]*(validation loss|margin)|^It [^:]*exact-set"   # said of the primary experiment
 BESIDE = {   # experiment -> findings that its notebook has room for and the paper has not
     "04_isolation": r"^Linear, |^On the joint backbone", "06_seeds": AGAIN + r"|^To find an effect of 0", "07_controls": r"^Of the baseline model's",
-    "11_engine": r"^\w+-(next_router|linear|oracle) is ", "14_ranking_seeds": AGAIN, "15_frontier": r"^On S[RC]",
+    "11_engine": r"^\w+-(next_router|linear|oracle|far_\w+) is ", "14_ranking_seeds": AGAIN, "15_frontier": r"^On S[RC]",
 }  # fmt: skip
 DETAILS = {   # name -> (experiment, the beginning of its finding): single sentences that have a place of their own
     "say.reproduction": ("05_cache_simulation", "With a Zipf exponent"), "say.waste": ("05_cache_simulation", "Waste by an ever-used set"),
