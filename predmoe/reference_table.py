@@ -85,7 +85,8 @@ def our_accuracies(found: Mapping, seed: int, horizon: int = 1) -> dict[str, flo
     held["next-router"] = at("baseline", "next_router")
     missing = [name for name, values in held.items() if seed not in values]
     if missing:
-        raise results.ResultError(f"02_horizons of profile {found['profile']} has no seed {seed} for {', '.join(missing)}")
+        raise results.ResultError(f"02_horizons of profile {found['profile']} has no seed {seed} for {', '.join(missing)}: "
+                                  f"was it executed with other seeds? `predmoe report --profile {found['profile']} --only 02` executes it with its own parameters, `git checkout` brings committed results back")
     return {name: values[seed] for name, values in held.items()}
 
 
