@@ -209,6 +209,7 @@ def _gpu_report(options) -> int:
 
 def _explore(options) -> int:
     """JupyterLab rather than Voila: it is here already, a reader may look at and change the cells, and what runs is the notebook as it is."""
+    import os
     import subprocess
 
     from . import execute, paths
@@ -220,6 +221,8 @@ def _explore(options) -> int:
         raise ConfigError(f"--port {options.port} must lie in 1..65535")
     print("When the page is open: menu Run, Run All Cells. Ctrl-C here ends it.")
     command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={paths.ROOT}", f"--port={options.port}", "--LabApp.default_url=/doc/tree/notebooks/explore.ipynb"]
+    if os.name == "posix" and os.geteuid() == 0:   # a container's only user
+        command.append("--allow-root")
     with execute.own_kernel():
         return subprocess.run(command + ["--no-browser"] * options.no_browser).returncode
 

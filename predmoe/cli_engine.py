@@ -90,7 +90,8 @@ def _generate(options) -> int:
         if not 0 <= value < float("inf"):
             raise ConfigError(f"--{name} {value:g}: a number from 0 on is needed")
     within("--seed", options.seed, *SEEDS)
-    may_write(options.record, options.json, but=[options.future] if options.future else [])
+    own = [path for path in Path(options.model).glob("*") if path.is_file()]   # the model itself is not to be written over
+    may_write(options.record, options.json, but=[*own, *([options.future] if options.future else [])])
     manifest = load_manifest(options.model)
     text = Text(options.model, manifest) if options.prompt or manifest.tokenizer else None
     prompts = options.prompt_ids or [text.encode(prompt) for prompt in options.prompt]

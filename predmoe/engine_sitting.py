@@ -1,7 +1,7 @@
 """What 11_engine has measured, kept: timings need the trained weights and a machine that does nothing else, so what a sitting measured outlives both.
 
     outputs/PROFILE/engine/KEY/     asked.json, and for each stage its tables (CSV), for the race its traces and machine.json as well, and STAGE.json (when,
-                                    where, by which code), written last: a stage without it is measured again
+                                    where, by which code, and a hash of each file), written last: a stage without it is measured again
 
 KEY is of all that was asked for. What the tables say, and what the simulator says of the same traces, is computed from them each time.
 """
@@ -84,7 +84,8 @@ class Sitting:
 
     def race(self) -> tuple[pd.DataFrame, Machine, dict[tuple[str, int], Trace]]:
         """`engine_study.race`, the machine measured in turns with it, and the traces of what every cell of a model did."""
-        rows = self._stage("race", self._race)["race"]
+        traces = [self._trace(*self._key(i)).name for i in range(len(self.asked.pairs))]
+        rows = self._stage("race", self._race, also=["machine.json", *traces])["race"]
         machine = read_json(self.folder / "machine.json")
         times = {source: (Compute(**_tuples(compute)), ms) for source, (compute, ms) in machine["times"].items()}
         found = Machine(disk=Disk(**_tuples(machine["disk"])), times=times, table=_read(self.folder / "disk.csv"), gb_per_s=machine["gb_per_s"])
@@ -150,8 +151,11 @@ class Sitting:
     def _prompts(self) -> tuple[list[list[int]], str]:
         return study.held_out_prompts(self._first, per_domain=self.asked.per_domain, tokens=self.asked.prompt)
 
-    def _stage(self, stage: str, measure: Callable[[], dict[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
-        """The tables of a stage from `folder`, measured and kept there first where they are not."""
+    def _stage(self, stage: str, measure: Callable[[], dict[str, pd.DataFrame]], also: Sequence[str] = ()) -> dict[str, pd.DataFrame]:
+        """The tables of a stage from `folder`, measured and kept there first where they are not. `also`: other files that `measure` writes.
+
+        Raises ConfigError where a file is not the one that was measured.
+        """
         done = self.folder / f"{stage}.json"
         if not done.exists():
             began = provenance.capture()
@@ -159,9 +163,18 @@ class Sitting:
             tables = measure()
             for name, table in tables.items():
                 table.to_csv(self.folder / f"{name}.csv", index=False)
-            write_json(done, began | {"tables": sorted(tables)})
+            write_json(done, began | {"tables": sorted(tables), "files": {name: _hash(self.folder / name) for name in sorted([*(f"{table}.csv" for table in tables), *also])}})
             self._report(f"{STAGES[stage]}: kept in {self.folder.name}")
-        return {name: _read(self.folder / f"{name}.csv") for name in read_json(done, {"tables": list})["tables"]}
+        kept = read_json(done, {"tables": list, "files": dict, "hardware": dict, "started": str, "commit": str})
+        for name, was in kept["files"].items():
+            if _hash(self.folder / name) != was:
+                raise ConfigError(f"{self.folder / name} is missing or not as it was measured; restore it from a copy, or remove the folder {self.folder} to measure again")
+        return {name: _read(self.folder / f"{name}.csv") for name in kept["tables"]}
+
+
+def _hash(path: Path) -> str | None:
+    """Of the file's bytes; None where there is no such file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def _read(path: Path) -> pd.DataFrame:

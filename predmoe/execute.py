@@ -326,8 +326,9 @@ def run(jobs: Sequence[Job], *, force: bool = False, verbose: bool = False, say:
         if job.params is None:
             say(f"{head}: skipped, there is no params/{job.name}/{job.out.parents[1].name}.yaml")
         elif job.name.startswith("00_") and failures:
-            failures[job.name] = f"{job.name} sums up all notebooks and waits for {', '.join(failures)}"
-            say(f"{head}: not run, it waits for {', '.join(failures)}")
+            waits = ", ".join(failures)
+            failures[job.name] = f"{job.name} sums up all notebooks and waits for {waits}"
+            say(f"{head}: not run, it waits for {waits}")
         elif not stale and not force:
             say(f"{head}: up to date ({json.loads(job.record.read_text())['seconds']:.0f} s when it ran)")
         else:

@@ -241,7 +241,9 @@ def say_certainty(effects: Sequence[Mapping], name: str, found: Mapping[str, Map
     if placebo:
         low, high = min(e["mean"] for e in placebo), max(e["mean"] for e in placebo)
         there = [e for e in placebo if e["p_holm"] <= stats.SIGNIFICANCE]
-        said.append(f"A {placebo[0]['variation']}, trained alike, moves hit@k by {100 * low:+z.1f} to {100 * high:+z.1f} points, established at {_at(there) if there else 'no horizon'}.")
+        apart = [e for e in placebo if e["ci95"][0] > 0 or e["ci95"][1] < 0]
+        alone = f"its own interval excludes zero at {_at(apart)}" if apart else "no interval excludes zero"
+        said.append(f"A {placebo[0]['variation']}, trained alike, moves hit@k by {100 * low:+z.1f} to {100 * high:+z.1f} points: {alone}, established is it at {_at(there) if there else 'no horizon'}.")
     return said
 
 
@@ -284,5 +286,7 @@ def say_failed(claims: Sequence[Mapping]) -> list[str]:
     unclear = (stats.NOTHING_EXCLUDED, stats.NOTHING_ESTABLISHED)
     open_ones = sum(all(any(words in part["why"] for words in unclear) for part in claim.get("parts", [claim])) for claim in failed)
     said += [f"For {open_ones} of these {len(failed)} no effect on either side is established: not refuted, but not shown."] if open_ones else []
-    sizes = sum(stats.OTHER_SIZE in claim["why"] for claim in partly)
-    return said + ([f"Of the {len(partly)} that are replicated in part, {sizes} hold in direction and differ more than twofold in size."] if sizes else [])
+    sizes = sum(stats.OTHER_SIZE in claim["why"] and not claim.get("parts") for claim in partly)
+    of_parts = sum(bool(claim.get("parts")) for claim in partly)
+    rest = f"; {of_parts} {'consists' if of_parts == 1 else 'consist'} of several parts, not all of which did" if of_parts else ""
+    return said + ([f"Of the {len(partly)} that are replicated in part, {sizes} hold in direction and differ more than twofold in size{rest}."] if sizes else [])

@@ -16,6 +16,7 @@ from tiny_models import lively
 from predmoe import cli, traces
 from predmoe.checkpoint import save_checkpoint
 from predmoe.engine import Engine, export, load_manifest
+from predmoe.engine.layout import EXPERTS, MANIFEST, RESIDENT
 from predmoe.simulator import Cache, count
 from predmoe.tokenizer import load_tokenizer
 
@@ -64,6 +65,14 @@ def test_generate_streams_the_models_tokens_and_ends_with_one_summary(tmp_path, 
         if cache:
             summary, simulated = json.loads(out.read_text()), count(held, cache)
             assert (summary["accesses"], summary["hits"], summary["demand_bytes"]) == (simulated.accesses, simulated.hits, simulated.read_bytes)
+
+
+@pytest.mark.parametrize("option, name", [("--record", EXPERTS), ("--record", RESIDENT), ("--json", MANIFEST)])
+def test_the_model_itself_is_not_written_over(option, name, capsys):
+    h = house()
+    before = (h.folder / name).read_bytes()
+    assert cli.main(command(h.folder, "--max-new-tokens", 2, option, h.folder / name)) == 2
+    assert "would overwrite a file that the same command reads or writes" in capsys.readouterr().err and (h.folder / name).read_bytes() == before
 
 
 def test_several_prompts_are_one_batch(capsys):

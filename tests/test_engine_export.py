@@ -220,7 +220,9 @@ def test_folders_that_cannot_be_written_are_named(checkpoint, tmp_path):
     ({"dtype": "fp4"}, "dtype='fp4' is unknown"),
     ({"model": {"vocab_size": 3}}, "ModelConfig lacks"),
     ({"offsets": [[0]]}, "offsets and checksums must be"),
-    ({"crc32": None}, "is damaged"),
+    ({"crc32": None}, "is damaged"), ({"offsets": [[0, None]]}, "is damaged: offsets must be whole numbers"), ({"offsets": [["0"]]}, "is damaged: offsets must be whole numbers"),
+    ({"crc32": [[-1]]}, "is damaged: crc32 must be whole numbers"), ({"alignment": 0}, "alignment=0 must be a power of two"), ({"alignment": -4096}, "must be a power of two"),
+    ({"alignment": 12288}, "must be a power of two"), ({"alignment": "4096"}, "alignment='4096' must be a power of two"), ({"alignment": 1e40}, "must be a power of two"),
 ])
 def test_a_manifest_of_another_version_or_model_is_refused(checkpoint, tmp_path, change, message):
     export(checkpoint[1], tmp_path / "out")

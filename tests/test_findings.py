@@ -301,3 +301,10 @@ def test_the_reference_effects_are_differences_of_its_own_levels():
         for h in ("1", "2", "4"):
             difference = level["joint", row["predictor"]][h] - level["baseline", row["predictor"]][h]
             assert row[h] == pytest.approx(difference, abs=0.0011)   # the study rounds each number by itself
+
+
+def test_a_claim_of_parts_is_not_counted_among_those_of_another_size():
+    size = {"verdict": stats.PARTLY, "why": f"every interval excludes zero; {stats.OTHER_SIZE}: h = 1", "statement": "It helps."}
+    told = headline.say_failed([size, size, size | {"parts": [{"verdict": stats.PARTLY, "why": size["why"]}]}])
+    assert told[-1] == "Of the 3 that are replicated in part, 2 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which did."
+    assert headline.say_failed([size])[-1] == "Of the 1 that are replicated in part, 1 hold in direction and differ more than twofold in size."

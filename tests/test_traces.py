@@ -1,6 +1,7 @@
 """The schema refuses every fault with its row, files come back as they were written, and readers give what the sources say."""
 
 import json
+import os
 import struct
 import warnings
 
@@ -372,3 +373,10 @@ def test_spare_guesses_come_after_those_that_recall_counts():
         traces.synthetic(tokens=2, layers=2, num_experts=32, top_k=4, predictors={"p": traces.Accuracy(recall={1: 0.7}, spare=30)})
     with pytest.raises(traces.TraceError, match="spare=-1"):
         traces.Accuracy(recall={1: 0.7}, spare=-1)
+
+
+def test_a_pipe_or_a_device_is_not_replaced_by_a_trace(trace, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match="pipe is no regular file"):
+        traces.save(trace, tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo() and [path.name for path in tmp_path.iterdir()] == ["pipe"]

@@ -17,7 +17,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from ..config import ConfigError, ModelConfig, build, to_dict
@@ -96,8 +95,12 @@ def load_manifest(folder: str | Path) -> Manifest:
             raise ConfigError(f"{path}: version {found.get('version')}, this program reads version {VERSION}; export the checkpoint again")
         if found["dtype"] not in DTYPES:
             raise ConfigError(f"{path}: dtype={found['dtype']!r} is unknown; choose one of {', '.join(DTYPES)}")
+        if type(found["alignment"]) is not int or not 512 <= found["alignment"] <= 1 << 30 or found["alignment"] & (found["alignment"] - 1):
+            raise ConfigError(f"{path}: alignment={found['alignment']!r} must be a power of two from 512 on")
         tuples = {name: tuple(tuple(row) for row in found[name]) for name in ("offsets", "crc32")}
-        manifest = Manifest(name=found["name"], dtype=found["dtype"], alignment=int(found["alignment"]), model=build(ModelConfig, found["model"]), **tuples,
+        if wrong := [name for name, rows in tuples.items() if any(type(entry) is not int or not 0 <= entry < 1 << 62 for row in rows for entry in row)]:
+            raise ConfigError(f"{path} is damaged: {wrong[0]} must be whole numbers; export the checkpoint again")
+        manifest = Manifest(name=found["name"], dtype=found["dtype"], alignment=found["alignment"], model=build(ModelConfig, found["model"]), **tuples,
                             heads={kind: tuple(horizons) for kind, horizons in found["heads"].items()}, tokenizer=found["tokenizer"])  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -112,9 +115,9 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
         if not (folder / name).is_file():
             raise ConfigError(f"{folder} lacks {name}: the export is incomplete")
     shape = (manifest.model.num_layers, manifest.model.num_experts)
-    offsets = np.array(manifest.offsets)
-    if offsets.shape != shape or np.array(manifest.crc32).shape != shape or (offsets % manifest.alignment).any() or offsets.min() < 0:
+    whole = all(len(rows) == shape[0] and all(len(row) == shape[1] for row in rows) for rows in (manifest.offsets, manifest.crc32))
+    if not whole or any(offset % manifest.alignment for row in manifest.offsets for offset in row):
         raise ConfigError(f"{folder / MANIFEST}: offsets and checksums must be multiples of {manifest.alignment} and one for each of {shape[0]} layers x {shape[1]} experts")
-    size, needed = (folder / EXPERTS).stat().st_size, int(offsets.max()) + manifest.block.size
+    size, needed = (folder / EXPERTS).stat().st_size, max(map(max, manifest.offsets)) + manifest.block.size
     if size < needed:
         raise ConfigError(f"{folder / EXPERTS} is cut short: {size} bytes of {needed}")

@@ -287,6 +287,8 @@ def save(trace: Trace, path: str | os.PathLike) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise TraceError(f"{path.parent}: no such folder to write {path.name} in")
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path} is no regular file, and a trace replaces what it is written over; name another file")
     header = {"version": VERSION, "meta": dataclasses.asdict(trace.meta)}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
