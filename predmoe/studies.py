@@ -18,16 +18,17 @@ FINETUNE_ORDER = 1000   # added to a fine-tune's seed: the order of its text
 AS_IT_STANDS = "the recipe as it stands"
 
 
-def run_configs(arms: Mapping[str, Mapping], seeds: Sequence[int], *, tier: str, horizons: Sequence[int], changes: Mapping[str, Mapping]) -> Pairs:
+def run_configs(arms: Mapping[str, Mapping], seeds: Sequence[int], *, tier: str, horizons: Sequence[int], changes: Mapping[str, Mapping],
+                finetune: config.FinetuneConfig | None = None) -> Pairs:  # fmt: skip
     """(arm, run) pairs, seed by seed so that whole pairs are finished first.
 
-    `arms`: name -> changes to the tier's objective; `changes`: section -> changed fields of the tier, for every arm.
+    `arms`: name -> changes to the tier's objective; `changes`: section -> changed fields of the tier, for every arm; `finetune`: what each starts from.
     """
     if len(set(seeds)) != len(seeds):
         raise config.ConfigError(f"seeds={list(seeds)} must be distinct: a seed that is there twice would count as two")
     return [
         (arm, config.tier(tier, seed=seed, objective=dict(changes.get("objective", {})) | dict(objective),
-                          predictor={"horizons": list(horizons)}, **{k: dict(v) for k, v in changes.items() if k != "objective"}))
+                          predictor={"horizons": list(horizons)}, finetune=finetune, **{k: dict(v) for k, v in changes.items() if k != "objective"}))
         for seed in seeds for arm, objective in arms.items()
     ]  # fmt: skip
 
@@ -180,8 +181,7 @@ def finetunes(arms: Mapping[str, Mapping], seeds: Sequence[int], p: Mapping, **s
     found = []
     for seed in seeds:
         order = {"data": dict(p["data"]) | {"order_seed": FINETUNE_ORDER + seed}, "model": dict(p["stock"].get("model", {})), "train": p["train"]}
-        pairs = run_configs(arms, [seed], tier=p["tier"], horizons=p["horizons"], changes=order)
-        found += [(arm, dataclasses.replace(run, finetune=begun)) for arm, run in pairs]
+        found += run_configs(arms, [seed], tier=p["tier"], horizons=p["horizons"], changes=order, finetune=begun)
     return found
 
 
