@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import os
 import signal
 import sys
 import threading
@@ -20,6 +21,9 @@ from .files import parse_yaml
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)   # of a folder that a person named
 
 
+AGAIN_SECONDS = 10.0   # longer than it takes to end children and to clean up
+
+
 class Stopped(KeyboardInterrupt):
     """The process was told to end by a signal, its first argument. What cleans up after Ctrl-C cleans up after it."""
 
@@ -27,11 +31,16 @@ class Stopped(KeyboardInterrupt):
 @contextlib.contextmanager
 def _stopping() -> Iterator[None]:
     """Within, SIGTERM (and SIGHUP, of a terminal that is closed) raise Stopped: by themselves they end Python without a word and without
-    ending its children. Where a caller has a handler of its own, or ignores them as nohup does, that stays."""
+    ending its children. Where a caller has a handler of its own, or ignores them as nohup does, that stays. A library may keep what is raised
+    within its callback to itself and wait on: so it is raised again every AGAIN_SECONDS until all that cleans up is done."""
     asked: list[int] = []
+    again: list[threading.Timer] = []
 
     def stop(number, _):
         asked.append(number)
+        again.append(threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number)))
+        again[-1].daemon = True
+        again[-1].start()
         raise Stopped(number)
 
     main_thread = threading.current_thread() is threading.main_thread()   # elsewhere no handler can be set
@@ -41,6 +50,8 @@ def _stopping() -> Iterator[None]:
     try:
         yield
     finally:
+        for timer in again:
+            timer.cancel()
         for number in mine:
             signal.signal(number, signal.SIG_DFL)
         if asked:   # whatever came of it: where it is raised within a library's callback, it may stay there
@@ -209,7 +220,6 @@ def _gpu_report(options) -> int:
 
 def _explore(options) -> int:
     """JupyterLab rather than Voila: it is here already, a reader may look at and change the cells, and what runs is the notebook as it is."""
-    import os
     import subprocess
 
     from . import execute, paths

@@ -123,7 +123,8 @@ def test_a_signal_while_training_is_one_sentence_and_ends_the_child(tmp_path, ho
 
 def ended(command: list[str], how: signal.Signals, started) -> tuple[int, str]:
     """Exit code and standard error of a command whose whole group gets the signal once it has `started`."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    heard = lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]  # noqa: E731  nohup and a shell's & ignore some
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heard) as process:
         try:
             deadline = time.monotonic() + 300
             while not started():
@@ -157,6 +158,23 @@ def test_a_signal_that_a_library_keeps_to_itself_is_told_all_the_same(monkeypatc
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         assert cli.main(["report"]) == 143 and capsys.readouterr().err == STOPPED.format("SIGTERM")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_is_kept_and_waited_on_is_raised_again(monkeypatch, capsys):
+    def plan(*_):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except KeyboardInterrupt:
+            time.sleep(60)
+
+    monkeypatch.setattr(execute, "plan", plan)
+    monkeypatch.setattr(cli, "AGAIN_SECONDS", 0.2)
+    before, began = signal.signal(signal.SIGTERM, signal.SIG_DFL), time.monotonic()
+    try:
+        assert cli.main(["report"]) == 143 and capsys.readouterr().err == STOPPED.format("SIGTERM") and time.monotonic() - began < 30
     finally:
         signal.signal(signal.SIGTERM, before)
 
