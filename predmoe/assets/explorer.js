@@ -11,7 +11,7 @@ const TEXT = {
   guard: ["Prefetch guard", (v) => ({ none: "none (every guess is queued)", window: "only what fits in time" })[v] ?? v],
   horizon: ["Horizon", (v) => `${v} layer${v === 1 ? "" : "s"} ahead`],
   budget: ["Over-fetch", (v) => (v === 0 ? "the best k guesses" : `${v} more than k`)],
-  slots: ["Cache size", (v, c) => `${v} of ${c.of} experts (${percent(v / c.of, 0)})`],
+  slots: ["Cache size", (v, c) => `${v} of ${c.of} (${percent(v / c.of, 0)})`],
   gb_per_s: ["Disk bandwidth", (v) => `${v} GB/s`],
   latency_ms: ["Disk latency", (v) => `${v} ms`],
   layer_ms: ["Compute per layer", (v) => `${v} ms`],
