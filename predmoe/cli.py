@@ -13,12 +13,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from . import arguments as kinds
 from . import cli_downstream, cli_engine, cli_hf, cli_traces, config
 from .config import ConfigError
 from .files import parse_yaml
 
 
-UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)   # of a folder that a person named
+UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)   # of a folder that a person named
 
 
 AGAIN_SECONDS = 10.0   # longer than it takes to end children and to clean up
@@ -60,8 +61,8 @@ def _stopping() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted, 143 terminated (129: its terminal closed)."""
-    options = _parser().parse_args(arguments)
     try:
+        options = _parser().parse_args(arguments)
         with _stopping():
             return options.command(options)
     except ConfigError as error:
@@ -87,7 +88,7 @@ def _say(sentence: str, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="predmoe", description="Train mixtures of experts whose activations are predictable, and report what that is worth.")
+    parser = kinds.Parser(prog="predmoe", description="Train mixtures of experts whose activations are predictable, and report what that is worth.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("report", help="run the notebooks of a profile and write its HTML report")
@@ -112,17 +113,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, help="initialisation seed, the same as --set train.seed=N (default: 0)")
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
                          help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
-    command.add_argument("--store", type=Path, help="the run store's folder (default: the one of the tier's profile)")
+    command.add_argument("--store", type=kinds.folder, help="the run store's folder (default: the one of the tier's profile)")
     command.add_argument("--nproc", type=int, default=1, help="processes that share the run, on GPUs one per GPU (default: 1)")
     command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_train)
 
     command = commands.add_parser("gpu-report", help="tier A on one GPU without a network, some minutes at a time; each call goes on where the last stopped")
-    command.add_argument("--out", type=Path, required=True, help="the folder of everything: runs, traces, throughput, report.md")
-    command.add_argument("--tokens", type=Path, help="a token file of scripts/prepare_corpus.py, unpacked where it is not yet")
+    command.add_argument("--out", type=kinds.folder, required=True, help="the folder of everything: runs, traces, throughput, report.md")
+    command.add_argument("--tokens", type=kinds.path, help="a token file of scripts/prepare_corpus.py, unpacked where it is not yet")
     command.add_argument("--tier", default="a", help="the size (default: a)")
     command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="initialisation seeds, a pair of arms each (default: 0 1 2)")
-    command.add_argument("--minutes", type=float, default=8.0, help="of this call (default: 8)")
+    command.add_argument("--minutes", type=kinds.number(above=0), default=8.0, help="of this call (default: 8)")
     command.add_argument("--keep-weights", action="store_true", help="keep the checkpoints of finished arms")
     command.add_argument("--no-peers", action="store_true", help="leave transformers out of the table of throughput")
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
@@ -143,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--profile", default="cpu", help="whose results the paper reports (default: cpu)")
     command.add_argument("--any-commit", action="store_true", help="take results of several commits or of changed code as well; the paper then says so")
     command.add_argument("--no-pdf", action="store_true", help="write numbers.tex and figures/ only; needs no LaTeX")
-    command.add_argument("--bundle", nargs="?", type=Path, const=Path("paper/predmoe-arxiv.tar.gz"), metavar="FILE",
+    command.add_argument("--bundle", nargs="?", type=kinds.path, const=Path("paper/predmoe-arxiv.tar.gz"), metavar="FILE",
                          help="also write the sources as an archive for arXiv that compiles on its own (default: paper/predmoe-arxiv.tar.gz)")  # fmt: skip
     command.set_defaults(command=_paper)
 
@@ -205,8 +206,6 @@ def _train(options) -> int:
 def _gpu_report(options) -> int:
     from . import gpu_report, runs
 
-    if options.minutes <= 0:
-        raise ConfigError(f"--minutes {options.minutes:g} must be positive")
     changes = sections(options.changes)
     posthoc = changes.pop("posthoc", {})
     changes = {"data": {"corpus": "offline-large"}} | changes if options.tier in ("a", "b") else changes

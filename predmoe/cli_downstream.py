@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from . import arguments
 from .cli_traces import _told
 from .config import EVAL_TASKS, ConfigError, DownstreamConfig
 
@@ -12,13 +13,13 @@ from .config import EVAL_TASKS, ConfigError, DownstreamConfig
 def add(commands) -> None:
     """Add the command to the parser's subcommands."""
     command = commands.add_parser("evaluate", help="zero-shot tasks of the lm-evaluation-harness, items from $PREDMOE_EVAL_DATA or the hub")
-    command.add_argument("model", type=Path, help="a run's folder, its checkpoint, any OLMoE-format folder, or what `predmoe export` wrote")
+    command.add_argument("model", type=arguments.path, help="a run's folder, its checkpoint, any OLMoE-format folder, or what `predmoe export` wrote")
     command.add_argument("--tasks", nargs="+", default=list(EVAL_TASKS), metavar="TASK", help=f"of {', '.join(EVAL_TASKS)} (default: all)")
     command.add_argument("--items", type=int, default=1000, metavar="N", help="of each task, always the same ones; 0: all (default: 1000)")
     command.add_argument("--hub", action="store_true", help="items from the hub, which takes a network")
     command.add_argument("--tokenizer", help="bpe8k or gpt2 (default: the run's own, or the folder's tokenizer.json)")
-    command.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    command.add_argument("--json", type=Path, help="write the numbers")
+    command.add_argument("--device", type=arguments.device, default="cpu", help="cpu or cuda (default: cpu)")
+    command.add_argument("--json", type=arguments.path, help="write the numbers")
     command.set_defaults(command=_told(_evaluate))
 
 

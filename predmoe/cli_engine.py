@@ -8,15 +8,16 @@ import signal
 import sys
 from pathlib import Path
 
-from .cli_traces import _horizon, _told, may_write
+from . import arguments
+from .cli_traces import _horizon, _told, _whole_numbers, may_write
 from .config import SEEDS, ConfigError, within
 
 
 def add(commands) -> None:
     """Add the commands to the parser's subcommands."""
     command = commands.add_parser("export", help="write a checkpoint as the engine reads it: experts in aligned blocks of one file")
-    command.add_argument("checkpoint", type=Path, help="a run's folder, its checkpoint, or any OLMoE-format folder")
-    command.add_argument("out", type=Path, help="the folder to write, which must not exist")
+    command.add_argument("checkpoint", type=arguments.path, help="a run's folder, its checkpoint, or any OLMoE-format folder")
+    command.add_argument("out", type=arguments.path, help="the folder to write, which must not exist")
     command.add_argument("--dtype", default="bf16", help="of the experts: bf16, float32 or int8 (weights alone, a scale per output row; default: bf16)")
     command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="predictors: linear=FILE ranking=FILE (default: those beside the checkpoint)")
     command.add_argument("--tokenizer", help="bpe8k or gpt2 (default: the run's own, or the checkpoint's tokenizer.json)")
@@ -24,16 +25,16 @@ def add(commands) -> None:
     command.set_defaults(command=_told(_export))
 
     command = commands.add_parser("generate", help="go on with a prompt, experts read from disk")
-    command.add_argument("--model", type=Path, required=True, help="a folder that `predmoe export` wrote")
+    command.add_argument("--model", type=arguments.path, required=True, help="a folder that `predmoe export` wrote")
     prompts = command.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="text to go on with; several are one batch")
     prompts.add_argument("--prompt-ids", nargs="+", type=_ids, metavar="N,N,...", help="the same as token ids")
     command.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: 64)")
-    command.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (default: 0)")
+    command.add_argument("--temperature", type=arguments.number(0), default=0.0, help="0: the likeliest token (default: 0)")
     command.add_argument("--seed", type=int, default=0, help="of the drawing (default: 0)")
     command.add_argument("--no-stop", action="store_true", help="go on after an end-of-text token")
     cache = command.add_argument_group("cache")
-    cache.add_argument("--cache-mb", type=float, required=True, metavar="N", help="memory for experts, the reads under way included")
+    cache.add_argument("--cache-mb", type=arguments.number(above=0), required=True, metavar="N", help="memory for experts, the reads under way included")
     cache.add_argument("--policy", default="lru", help="lru, fifo, lfu, lfru, least-stale, belady, static (default: lru)")
     cache.add_argument("--scope", default="global", help="global or layer (default: global)")
     cache.add_argument("--pinned", type=int, default=0, metavar="N", help="most used experts that never leave, by --future's uses (default: 0)")
@@ -41,23 +42,24 @@ def add(commands) -> None:
     ahead.add_argument("--prefetch", default="none", help="none, next_router, linear, ranking, or oracle (which needs --future; default: none)")
     ahead.add_argument("--horizon", type=_horizon, default=1, metavar="H[+H...]", help="layers ahead; 1+2 asks at both (default: 1)")
     ahead.add_argument("--budget", type=int, default=0, metavar="N", help="guesses beyond the top-k (default: 0)")
-    ahead.add_argument("--threshold", type=float, help="least probability of a guess (default: none)")
+    ahead.add_argument("--threshold", type=arguments.number(), help="least probability of a guess (default: none)")
     ahead.add_argument("--guard", default="none", help="none, or idle: guess only while nothing is read (default: none)")
     ahead.add_argument("--no-expire", dest="expire", action="store_false", help="keep queued guesses whose layer has run")
     ahead.add_argument("--cancel", action="store_true", help="drop queued guesses that a shorter horizon leaves out")
-    ahead.add_argument("--future", type=Path, metavar="TRACE", help="the trace of the same generation, recorded before: for oracle, belady, pinned and static")
+    ahead.add_argument("--future", type=arguments.path, metavar="TRACE", help="the trace of the same generation, recorded before: for oracle, belady, pinned and static")
     disk = command.add_argument_group("disk")
     disk.add_argument("--lanes", type=int, default=4, metavar="N", help="reads at a time (default: 4)")
     disk.add_argument("--buffered", action="store_true", help="read through the page cache")
     disk.add_argument("--verify", default="first", help="checksums: first (each expert's first read), always, never (default: first)")
     command.add_argument("--threads", type=int, metavar="N", help="of the computation (default: torch's)")
-    command.add_argument("--record", type=Path, metavar="TRACE", help="write the routing, with every predictor's guesses, as a trace")
-    command.add_argument("--json", type=Path, help="write the summary")
+    command.add_argument("--record", type=arguments.path, metavar="TRACE", help="write the routing, with every predictor's guesses, as a trace")
+    command.add_argument("--json", type=arguments.path, help="write the summary")
     command.set_defaults(command=_told(_generate))
 
 
 def _ids(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    found = _whole_numbers(text, ",")
+    return [found] if isinstance(found, int) else list(found)
 
 
 def _export(options) -> int:
@@ -86,9 +88,6 @@ def _generate(options) -> int:
     from .engine.text import Text
     from .simulator import Cache, Prefetch
 
-    for name, value in (("cache-mb", options.cache_mb), ("temperature", options.temperature)):
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"--{name} {value:g}: a number from 0 on is needed")
     within("--seed", options.seed, *SEEDS)
     own = [path for path in Path(options.model).glob("*") if path.is_file()]   # the model itself is not to be written over
     may_write(options.record, options.json, but=[*own, *([options.future] if options.future else [])])

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from . import arguments
 from .config import ConfigError
 
 
@@ -16,14 +17,14 @@ def add_model(command, purpose: str, *, required: bool) -> None:
                        help=f"{purpose}: a folder (a checkpoint, or a run of the store) or a hub id; only models whose gates are recognised")  # fmt: skip
     group.add_argument("--tokenizer", help="bpe8k, gpt2, a folder or a hub id (default: the model's own)")
     group.add_argument("--dtype", help="auto, float32, bfloat16 or float16 (default: auto, as stored)")
-    group.add_argument("--device", help="cpu, cuda or cuda:N (default: cpu)")
+    group.add_argument("--device", type=arguments.device, help="cpu, cuda or cuda:N (default: cpu)")
 
 
 def add_recording(command) -> None:
     """The options of `trace record` that go with --model alone."""
     add_model(command, "record this model instead of a profile's", required=False)
     command.add_argument("--text", nargs="+", default=[], metavar="TEXT", help="with --model: texts, one sequence each")
-    command.add_argument("--text-file", nargs="+", default=[], type=Path, metavar="FILE", help="with --model: files of text, one sequence each")
+    command.add_argument("--text-file", nargs="+", default=[], type=arguments.path, metavar="FILE", help="with --model: files of text, one sequence each")
     command.add_argument("--horizon", nargs="+", type=int, metavar="H", help="with --model: MoE layers ahead (default: those of --heads, else 1 2 4)")
     command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="with --model: predictors of `probe --save`: linear=FILE ranking=FILE")
 
@@ -43,11 +44,11 @@ def add(commands) -> None:
              ("max-steps", 6000, "steps of a fit at most"), ("seed", 0, "of the heads and of the order of their batches"))  # fmt: skip
     for name, default, what in whole:
         command.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
-    command.add_argument("--memory-mb", type=float, default=4000.0, metavar="N",
+    command.add_argument("--memory-mb", type=arguments.number(above=0), default=4000.0, metavar="N",
                          help="budget of activations in memory; what is cached beyond it goes to a file (default: 4000; model and heads come on top)")  # fmt: skip
-    command.add_argument("--scratch", type=Path, help="folder of that file (default: the system's temporary one)")
-    command.add_argument("--save", type=Path, metavar="FOLDER", help="keep the fitted predictors, for `trace record --model --heads`")
-    command.add_argument("--json", type=Path, help="write every number")
+    command.add_argument("--scratch", type=arguments.folder, help="folder of that file (default: the system's temporary one)")
+    command.add_argument("--save", type=arguments.folder, metavar="FOLDER", help="keep the fitted predictors, for `trace record --model --heads`")
+    command.add_argument("--json", type=arguments.path, help="write every number")
     command.add_argument("--quiet", action="store_true", help="no progress")
     command.set_defaults(command=_told(_probe))
 

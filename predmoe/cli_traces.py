@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from . import cli_hf
+from . import arguments, cli_hf
 from .config import ConfigError
 
 ARMS = {"baseline": {}, "joint": {"lambda_pred": 0.3}}
@@ -25,8 +25,8 @@ def add(commands) -> None:
     trace = commands.add_parser("trace", help="import, check, describe or record routing traces").add_subparsers(required=True, metavar="COMMAND")
 
     command = trace.add_parser("import", help="read a public trace format and write it as a trace")
-    command.add_argument("source", type=Path, help="a route_trace CSV, token JSONL, per-prompt JSON, npz, or ROUTE_TRACE lines")
-    command.add_argument("out", type=Path, help="the trace to write")
+    command.add_argument("source", type=arguments.path, help="a route_trace CSV, token JSONL, per-prompt JSON, npz, or ROUTE_TRACE lines")
+    command.add_argument("out", type=arguments.path, help="the trace to write")
     command.add_argument("--format", "--kind", dest="kind", help="route, tokens, prompts, arrays or colibri (default: by the file's name and first line)")
     command.add_argument("--num-experts", type=int, help="experts per layer, where the format does not say")
     command.add_argument("--expert-bytes", type=_sizes, metavar="N[,N...]", help="bytes of one expert, or of each layer's, where the format does not say")
@@ -40,11 +40,11 @@ def add(commands) -> None:
     command.set_defaults(command=_told(_import))
 
     command = trace.add_parser("check", help="validate a trace: exit code 0 where it is sound")
-    command.add_argument("file", type=Path)
+    command.add_argument("file", type=arguments.path)
     command.set_defaults(command=_told(_check))
 
     command = trace.add_parser("info", help="say what a trace holds")
-    command.add_argument("file", type=Path)
+    command.add_argument("file", type=arguments.path)
     command.add_argument("--locality", action="store_true", help="also SRP and SCH (arXiv 2505.16056) and cache hit rates, which takes longer")
     command.set_defaults(command=_told(_info))
 
@@ -54,10 +54,10 @@ def add(commands) -> None:
     command.add_argument("--seed", type=int, help="initialisation seed (default: 0)")
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes", help="change the model's configuration, as in `predmoe train`")
     command.add_argument("--generated", action="store_true", help="on the model's own generations")
-    for name, kind in (("per-domain", int), ("tokens", int), ("prompt", int), ("guesses", int), ("temperature", float), ("generation-seed", int)):
+    for name, kind in (("per-domain", int), ("tokens", int), ("prompt", int), ("guesses", int), ("temperature", arguments.number(0)), ("generation-seed", int)):
         command.add_argument(f"--{name}", type=kind, help=f"Recording.{name.removeprefix('generation-').replace('-', '_')}")
     command.add_argument("--predictors", nargs="+", help="linear, ranking, next_router, cotrained, token_id, static (default: the first three)")
-    command.add_argument("--out", type=Path, help="the trace's file (default: outputs/PROFILE/traces/ARM.trace.safetensors)")
+    command.add_argument("--out", type=arguments.path, help="the trace's file (default: outputs/PROFILE/traces/ARM.trace.safetensors)")
     cli_hf.add_recording(command)
     command.set_defaults(command=_told(_record))
 
@@ -67,8 +67,8 @@ def add(commands) -> None:
 def _add_simulate(commands) -> None:
     command = commands.add_parser("simulate", help="replay a trace against a cache and a disk; lists of values make a grid",
                                   epilog="An option with several values is an axis: every combination is replayed.")  # fmt: skip
-    command.add_argument("trace", type=Path)
-    whole, number, text = dict(type=int, nargs="+", metavar="N"), dict(type=float, nargs="+", metavar="X"), dict(nargs="+", metavar="NAME")
+    command.add_argument("trace", type=arguments.path)
+    whole, number, text = dict(type=int, nargs="+", metavar="N"), dict(nargs="+", metavar="X"), dict(nargs="+", metavar="NAME")
     cache = command.add_argument_group("cache")
     cache.add_argument("--slots", **whole, help="experts that the cache holds (each layer's own cache with --scope layer)")
     cache.add_argument("--bytes", **whole, help="capacity in bytes instead of slots")
@@ -81,7 +81,7 @@ def _add_simulate(commands) -> None:
     ahead.add_argument("--predictor", **text, default=["demand", "oracle"], help="demand (no prefetch), oracle, or predictors of the trace (default: demand oracle)")
     ahead.add_argument("--horizon", nargs="+", type=_horizon, metavar="H[+H...]", help="layers ahead; 1+2 asks at both horizons (default: 1)")
     ahead.add_argument("--budget", **whole, help="guesses beyond the top-k (default: 0)")
-    ahead.add_argument("--threshold", **number, help="least score of a guess (default: none)")
+    ahead.add_argument("--threshold", type=arguments.number(), **number, help="least score of a guess (default: none)")
     ahead.add_argument("--guard", **text, help="none, idle or window (default: none)")
     ahead.add_argument("--no-expire", dest="expire", action="store_const", const=[False], help="keep queued guesses whose layer has run")
     ahead.add_argument("--cancel", action="store_const", const=[True], help="drop queued guesses that a shorter horizon leaves out")
@@ -91,14 +91,14 @@ def _add_simulate(commands) -> None:
     for name, what in (("latency-ms", "latency of a read (default: 0.1)"), ("gb-per-s", "bandwidth (default: 5; inf: only latency)"), ("noise", "spread of read times (default: 0)"),
                        ("attention-ms", "time of a layer up to its router (default: 1)"), ("expert-ms", "time of one expert (default: 0.25)"),
                        ("shared-ms", "time of a layer's other work (default: 0)"), ("head-ms", "time of a pass's end (default: 0)")):  # fmt: skip
-        disk.add_argument(f"--{name}", **number, help=what)
+        disk.add_argument(f"--{name}", type=arguments.number(above=0, infinite=True) if name == "gb-per-s" else arguments.number(0), **number, help=what)
     disk.add_argument("--lanes", **whole, help="reads at a time (default: 1)")
     disk.add_argument("--overlap", action="store_const", const=[True], help="compute experts as they arrive")
-    command.add_argument("--joules-per-gb", type=float, metavar="X", help="energy of reading 1 GB (1e9 bytes): adds a column energy_j, joules per token")
+    command.add_argument("--joules-per-gb", type=arguments.number(0), metavar="X", help="energy of reading 1 GB (1e9 bytes): adds a column energy_j, joules per token")
     command.add_argument("--warmup", type=int, default=0, help="passes that fill the cache and enter no figure (default: 0)")
     command.add_argument("--workers", type=int, help="threads (default: one per core)")
-    command.add_argument("--csv", type=Path, help="write the whole table")
-    command.add_argument("--json", type=Path, help="write the whole table with the trace's metadata")
+    command.add_argument("--csv", type=arguments.path, help="write the whole table")
+    command.add_argument("--json", type=arguments.path, help="write the whole table with the trace's metadata")
     command.add_argument("--quiet", action="store_true", help="no progress bar")
     command.set_defaults(command=_told(_simulate))
 
@@ -279,8 +279,6 @@ def _simulate(options) -> int:
     if (options.slots is None) == (options.bytes is None):
         raise ConfigError("say what the cache holds: either --slots or --bytes")
     may_write(options.csv, options.json, but=[options.trace])
-    if options.joules_per_gb is not None:
-        simulator.at_least("joules_per_gb", options.joules_per_gb, 0.0)
     trace = traces.load(options.trace)
     names = {"policy": "cache_policy", "predictor": "policy"}
     axes = ("predictor", "slots", "bytes", "policy", "scope", "pinned", "horizon", "budget", "threshold", "guard", "expire", "cancel", "promote", "cross_token",

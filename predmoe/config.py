@@ -7,12 +7,11 @@ after a release is therefore declared with `later(default)`; it enters the hash 
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 
 from predmoe.measurements import EVAL_TASKS, DownstreamConfig, LocalityConfig, PosthocConfig  # noqa: F401  likewise
 from predmoe.strict import (  # noqa: F401  what uses configurations has the machinery from here
-    SEEDS, ConfigError, at_least, build, choice, coerce, count, later, momentum, positive, stable_hash, to_dict, within,
+    SEEDS, ConfigError, at_least, build, choice, coerce, count, device, later, momentum, positive, stable_hash, to_dict, within,
 )  # fmt: skip
 
 ROUTINGS = ("topk", "early", "hash")
@@ -193,8 +192,7 @@ class TrainConfig:
         within("final_lr_fraction", self.final_lr_fraction, 0.0, 1.0)
         at_least("weight_decay", self.weight_decay, 0.0)
         choice("dtype", self.dtype, DTYPES)
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"device={self.device!r} is unknown; choose one of cpu, cuda, cuda:N")
+        device(self.device)
         within("seed", self.seed, *SEEDS)
 
 

@@ -49,6 +49,7 @@ def run(out: Path, *, tier: str = "a", seeds: Sequence[int] = (0, 1, 2), minutes
     `tokens`: an archive of `carry.pack`, unpacked where its tokens are not here. `keep_weights`: leave checkpoints of finished arms (1.4 GB each).
     Raises ConfigError for settings that cannot be used, runs.RunFailed where a child process fails.
     """
+    config.positive("minutes", minutes)
     ending = time.monotonic() + 60 * minutes
     left = lambda: ending - time.monotonic()  # noqa: E731
     out, todo, fit = Path(out), jobs(tier, seeds, changes or {}), studies.posthoc_config(tier, posthoc or {})

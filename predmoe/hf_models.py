@@ -14,6 +14,7 @@ import torch
 
 from predmoe.config import TOKENIZERS, ConfigError
 from predmoe.hf import Backbone
+from predmoe.strict import device as known_device
 from predmoe.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,6 +43,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
 
     from predmoe.train import check_device
 
+    known_device(device)
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     check_device(device)

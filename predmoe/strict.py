@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import types
 import typing
 from dataclasses import field
@@ -61,6 +62,12 @@ def within(name, value, low, high):
     """Raise ConfigError unless `value`, of the parameter `name`, is from `low` to `high`."""
     if not low <= value <= high:
         raise ConfigError(f"{name}={value!r} must lie in {low}..{high}")
+
+
+def device(value):
+    """Raise ConfigError unless `value` is cpu, cuda or cuda:N; whether that is there, `train.check_device` says."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ConfigError(f"device={value!r} is unknown; choose one of cpu, cuda, cuda:N")
 
 
 def to_dict(config) -> dict:

@@ -214,11 +214,11 @@ def test_simulate_is_a_grid_of_replays_as_table_csv_and_json(file, tmp_path, cap
     (["--slots", 0], "slots=0: a cache needs at least one slot"),
     (["--slots", 1], "top-2"),                                                                                 # below one top-k set
     (["--bytes", 25], "top-2"),
-    (["--slots", 4, "--latency-ms", "-1"], "latency_ms=-1.0 must be a number of at least 0.0"),
-    (["--slots", 4, "--attention-ms", "-0.5"], "attention_ms=-0.5 must be"),
-    (["--slots", 4, "--expert-ms", "nan"], "expert_ms=nan must be"),
-    (["--slots", 4, "--gb-per-s", "0"], "gb_per_s=0.0 must be positive"),
-    (["--slots", 4, "--gb-per-s", "-2"], "gb_per_s=-2.0 must be positive"),
+    (["--slots", 4, "--latency-ms", "-1"], "--latency-ms: -1 is not a finite number of at least 0"),
+    (["--slots", 4, "--attention-ms", "-0.5"], "--attention-ms: -0.5 is not"),
+    (["--slots", 4, "--expert-ms", "nan"], "--expert-ms: nan is not"),
+    (["--slots", 4, "--gb-per-s", "0"], "--gb-per-s: 0 is not a number above 0"),
+    (["--slots", 4, "--gb-per-s", "-2"], "--gb-per-s: -2 is not a number above 0"),
     (["--slots", 4, "--horizon", 3], "horizon 3 is beyond the last layer: the trace has 3 MoE layers"),
     (["--slots", 4, "--horizon", 0], "horizon=0 must be"),
     (["--slots", 4, "--predictor", "ranking"], "holds no predictor 'ranking' at horizon 1; it holds linear at horizons 1, 2"),
@@ -233,17 +233,17 @@ def test_simulate_is_a_grid_of_replays_as_table_csv_and_json(file, tmp_path, cap
     (["--slots", "99999999999999999999"], "slots=99999999999999999999 must be a whole number of at least 1 and at most"),
     (["--slots", 4, "--lanes", 0], "lanes=0 must be a whole number of at least 1"),
     (["--slots", 4, "--lanes", 1000000000], "lanes=1000000000 must be a whole number of at least 1 and at most 65536"),
-    (["--slots", 4, "--noise", "nan"], "noise=nan must be"),
+    (["--slots", 4, "--noise", "nan"], "--noise: nan is not"),
     (["--slots", 4, "--noise", "9"], "noise=9.0: the logarithms of read times spread by at most 5"),
-    (["--slots", 4, "--predictor", "linear", "--threshold", "nan"], "threshold=nan must be a number"),
+    (["--slots", 4, "--predictor", "linear", "--threshold", "nan"], "--threshold: nan is not a finite number"),
     (["--slots", 4, "--predictor", "linear", "--budget", "-1"], "budget=-1 must be a whole number of at least 0"),
     (["--slots", 4, "--predictor", "none"], "on the command line its name is demand"),
     (["--slots", 4, "--pinned", 3], "4 slots, 3 of them pinned, cannot hold one top-2 set"),
     (["--slots", 4, "--warmup", "-1"], "warmup=-1 must leave some"),
     (["--slots", 4, "--workers", 0], "workers=0: a sweep needs at least one"),
     (["--slots", 4, "--csv", "/nowhere/t.csv"], "/nowhere: no such folder to write t.csv in"),
-    (["--slots", 4, "--joules-per-gb", "-1"], "joules_per_gb=-1.0 must be a number of at least 0"),
-    (["--slots", 4, "--joules-per-gb", "inf"], "joules_per_gb=inf must be a number of at least 0"),
+    (["--slots", 4, "--joules-per-gb", "-1"], "--joules-per-gb: -1 is not a finite number of at least 0"),
+    (["--slots", 4, "--joules-per-gb", "inf"], "--joules-per-gb: inf is not a finite number of at least 0"),
 ])
 def test_a_simulation_that_cannot_be_run_is_one_sentence(file, capsys, options, said):
     refused(capsys, ["simulate", file, "--quiet", *options], said)
@@ -251,10 +251,8 @@ def test_a_simulation_that_cannot_be_run_is_one_sentence(file, capsys, options, 
 
 @pytest.mark.parametrize("option, value", [("--horizon", "1+x"), ("--slots", "many"), ("--gb-per-s", "fast")])
 def test_what_is_no_number_is_refused_before_anything_is_read(file, capsys, option, value):
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["simulate", str(file), option, value])
-    said = capsys.readouterr().err
-    assert repr(value) in said.splitlines()[-1] and "invalid _" not in said
+    refused(capsys, ["simulate", file, option, value], option)
+    refused(capsys, ["simulate", file, option, value], value)
 
 
 def test_promotion_can_be_switched_off(file, tmp_path, capsys):

@@ -1,0 +1,60 @@
+"""What the command line takes: numbers, paths and devices. Nonsense is one sentence that names its option, before any work is done."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from .strict import ConfigError
+from .strict import device as known_device
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with what it cannot use as a ConfigError of one sentence instead of a page of usage; the parsers of its subcommands are of this kind, too."""
+
+    def error(self, message: str):
+        raise ConfigError(f"{message.removeprefix('argument ')} ({self.prog} --help lists what it takes)")
+
+
+def number(least: float | None = None, *, above: float | None = None, infinite: bool = False) -> Callable[[str], float]:
+    """An argument's type: a finite number, of at least `least`, or more than `above`; `infinite`: inf is one, too."""
+    bound = f" of at least {least:g}" if least is not None else f" above {above:g}" if above is not None else ""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        usable = math.isfinite(value) or (infinite and value == math.inf)
+        if not usable or (least is not None and value < least) or (above is not None and value <= above):
+            raise argparse.ArgumentTypeError(f"{text} is not a {'' if infinite else 'finite '}number{bound}")
+        return value
+
+    return read
+
+
+def path(text: str) -> Path:
+    """An argument's type: a path, which an empty text (of a shell's unset variable, say) is not."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty: name a file or a folder, or leave the option out")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """An argument's type: a folder to write in, which is there or can be made."""
+    found = path(text)
+    over = next((part for part in (found, *found.parents) if part.exists()), found)
+    if over.exists() and not over.is_dir():
+        raise argparse.ArgumentTypeError(f"{over} is a file: name a folder")
+    return found
+
+
+def device(text: str) -> str:
+    """An argument's type: cpu, cuda or cuda:N, by the rule of the configuration."""
+    try:
+        known_device(text)
+        return text
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
