@@ -7,7 +7,6 @@ Traces are read from files or made; the tables are tidy, one row per replay.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from . import locality, paths, results, stats, traces
+from . import locality, paths, results, stats, traces, variables
 from .simulator import Cache, Compute, Disk, Fit, Prefetch, count, fit, replay, sweep, uses
 from .traces import COLIBRI, PREFILL, Accuracy, Trace, TraceError
 
@@ -55,8 +54,8 @@ def model_traces(profile: str, *, tokens: int, accuracies: Mapping[str, Mapping[
 
 
 def trace_file(profile: str, recording: str) -> Path:
-    """Where a profile keeps a recording: a model's name, followed by -generated for its own text."""
-    return paths.outputs(profile) / "traces" / f"{recording}.trace.safetensors"
+    """Where a profile keeps a recording, to be read: a model's name, followed by -generated for its own text."""
+    return paths.borrowed(profile, f"traces/{recording}.trace.safetensors")
 
 
 def of_size(trace: Trace, expert_bytes: int) -> Trace:
@@ -161,7 +160,7 @@ def say_texts(rows: pd.DataFrame, predictor: str = "ranking") -> str:
 
 def public_folder() -> Path | None:
     """Where the public traces lie: $PREDMOE_TRACES, or shared/traces beside the repository; None where there is no such folder."""
-    folder = Path(os.environ.get("PREDMOE_TRACES") or paths.ROOT.parent / "shared" / "traces")
+    folder = variables.folder("PREDMOE_TRACES") or paths.ROOT.parent / "shared" / "traces"
     return folder if folder.is_dir() else None
 
 

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 
+from predmoe import variables
+
 FAILED = 2
 SILENT = 64   # plus the errno of the write that failed: the exit code of a child that could not write its last words
 PARENT = "PREDMOE_PARENT"   # the process without which the child has nobody to work for
@@ -52,11 +54,13 @@ def end_with_parent() -> None:
 
     Without effect where no parent of ours started it, as under torchrun on a cluster. What was saved stays, and a later call goes on from it.
     """
-    if not (parent := os.environ.pop(PARENT, "")):
+    parent = variables.whole(PARENT)
+    os.environ.pop(PARENT, None)
+    if parent is None:
         return
 
     def watch():
-        while os.getppid() == int(parent):
+        while os.getppid() == parent:
             time.sleep(LOOK_SECONDS)
         with contextlib.suppress(OSError):
             say("the process that started this run has ended, and so does this one; the same command goes on from the last checkpoint")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import arguments as kinds
-from . import cli_downstream, cli_engine, cli_hf, cli_traces, config
+from . import cli_downstream, cli_engine, cli_hf, cli_traces, config, variables
 from .config import ConfigError
 from .files import parse_yaml
 
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted, 143 terminated (129: its terminal closed)."""
     try:
         options = _parser().parse_args(arguments)
+        variables.check()
         with _stopping():
             return options.command(options)
     except ConfigError as error:

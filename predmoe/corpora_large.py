@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import html
 import io
-import os
 import re
 import tarfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from predmoe import paths
 from predmoe.config import ConfigError
 
 VERSION = 1   # of what is made of the packages; a change makes token files of before unknown
@@ -98,7 +98,7 @@ class OfflineLarge:
 
 def packages_folder() -> Path:
     """Where the Debian packages lie: $PREDMOE_CACHE/packages, else ~/.cache/predmoe/packages."""
-    return Path(os.environ.get("PREDMOE_CACHE") or "~/.cache/predmoe").expanduser() / "packages"
+    return paths.cache_folder() / "packages"
 
 
 def package_files(source: Debian, folder: Path) -> Iterator[tuple[str, bytes]]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from predmoe import sharding
+from predmoe import sharding, variables
 from predmoe.config import ConfigError, RunConfig
 from predmoe.data import Tokens
 from predmoe.evaluation import Accumulator, Heads, evaluate
@@ -79,11 +79,14 @@ class Team:
 @contextlib.contextmanager
 def team(device: str) -> Iterator[Team]:
     """The processes that torchrun has started; their connection ends with the context."""
+    variables.check()
     check_device(device)
     if device.startswith("cuda"):
-        if (own := int(os.environ["LOCAL_RANK"])) >= (count := torch.cuda.device_count()):
+        if (own := variables.whole("LOCAL_RANK", 0)) >= (count := torch.cuda.device_count()):
             raise ConfigError(f"process {own} of this machine has no GPU of its own, as there are {count}: start at most {count} processes")
         torch.cuda.set_device(own)
+    if lacking := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise ConfigError(f"the environment has WORLD_SIZE={world_size()} and no {', '.join(lacking)}: start the processes with torchrun, or unset WORLD_SIZE")
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     try:
         yield Team(dist.get_rank(), dist.get_world_size(), device)
@@ -93,7 +96,7 @@ def team(device: str) -> Iterator[Team]:
 
 def world_size() -> int:
     """How many processes torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return variables.whole("WORLD_SIZE", 1, least=1)
 
 
 class _Whole(nn.Module):
@@ -133,7 +136,7 @@ class DistributedTrainer(Trainer):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        kind, size, own = torch.device(self.team.device).type, self.team.size, int(os.environ.get("LOCAL_WORLD_SIZE", self.team.size))
+        kind, size, own = torch.device(self.team.device).type, self.team.size, variables.whole("LOCAL_WORLD_SIZE", self.team.size, least=1)
         if self.engine == "hsdp":
             mesh = init_device_mesh(kind, (size // own, own), mesh_dim_names=("copies", "parts"))
         else:
@@ -149,7 +152,7 @@ class DistributedTrainer(Trainer):
 
     def text(self) -> Tokens:
         """Text that is new here is encoded by the first process of each machine; the others read what it wrote."""
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        first = variables.whole("LOCAL_RANK", 0) == 0
         tokens = super().text() if first else None
         self.team.sum(torch.zeros(1))   # whose turn it is: on the host, where waiting may take half an hour
         return tokens or super().text()

@@ -16,7 +16,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import paths
+from . import paths, variables
 from .config import EVAL_TASKS, ConfigError, DownstreamConfig
 from .data import Tokens
 from .files import parse_json
@@ -82,7 +81,7 @@ assert tuple(BENCHMARKS) == EVAL_TASKS
 
 def folder() -> Path | None:
     """Where local items lie: $PREDMOE_EVAL_DATA, or shared/eval beside the repository; None where there is no such folder."""
-    found = Path(os.environ.get("PREDMOE_EVAL_DATA") or paths.ROOT.parent / "shared" / "eval")
+    found = variables.folder("PREDMOE_EVAL_DATA") or paths.ROOT.parent / "shared" / "eval"
     return found if found.is_dir() else None
 
 

@@ -34,6 +34,7 @@ from papermill.exceptions import PapermillExecutionError
 from . import paths, progress
 from .config import ConfigError
 from .files import parse_json, parse_yaml
+from .strict import number_hint
 
 KERNEL = "python3"
 KERNEL_SECONDS = 300   # to start within, on a machine that does other work as well
@@ -119,7 +120,7 @@ def _as(name: str, value, default):
         return float(value)
     if type(value) is type(default):
         return value
-    hint = _number(value, type(default)) if type(default) in (int, float) and isinstance(value, str) else ""
+    hint = number_hint(value, type(default)) if type(default) in (int, float) and isinstance(value, str) else ""
     raise ConfigError(f"{name}={value!r} is {type(value).__name__}, not {type(default).__name__} like its default {default!r}{hint}")
 
 
@@ -129,21 +130,6 @@ def _as_one_of(name: str, value, defaults: list | tuple):
         with contextlib.suppress(ConfigError):
             return _as(name, value, default)
     return _as(name, value, defaults[-1])
-
-
-def _number(text: str, kind: type) -> str:
-    """How YAML wants a number written that it has read as text: without quotes; a float with a point, and a sign in its exponent."""
-    try:
-        kind(text)
-    except ValueError:
-        return ""
-    mantissa, _, exponent = text.strip().lower().partition("e")
-    if not any(character.isdigit() for character in mantissa):   # "nan", "inf"
-        return ""
-    if kind is float:
-        mantissa += "" if "." in mantissa else ".0"
-        exponent = exponent and f"e{'' if exponent[0] in '+-' else '+'}{exponent}"
-    return f"; YAML reads {text} as text: write {mantissa}{exponent}, without quotes"
 
 
 # --- execution ---------------------------------------------------------------------------------------------------------
@@ -235,7 +221,7 @@ def _read(notebook: Path) -> nbformat.NotebookNode:
 # --- a whole profile ---------------------------------------------------------------------------------------------------
 
 UPPER = (   # above the notebooks: a change there changes no result
-    "__main__.py", "cli.py", "plan.py", "progress.py", "report.py", "paper.py", "paper_build.py", "paper_figures.py", "paper_tables.py", "paper_text.py", "references.py", "tex.py",
+    "__main__.py", "arguments.py", "cli.py", "plan.py", "progress.py", "report.py", "paper.py", "paper_build.py", "paper_figures.py", "paper_tables.py", "paper_text.py", "references.py", "tex.py",
 )  # fmt: skip
 
 
@@ -305,6 +291,8 @@ def _parameters(notebook: Path, profile: str) -> dict | None:
     params = {} if params is None else params   # an empty file
     if not isinstance(params, dict):
         raise ConfigError(f"{source} holds a {type(params).__name__}; it needs `name: value` lines")
+    if given and params.get("profile", profile) != profile:   # papermill would follow the line, and write another profile's results
+        raise ConfigError(f"{source} says `profile: {params['profile']}`, and its name says {profile}: results go to outputs/{profile}, so change that line or rename the file")
     try:
         check(notebook, params | given)
     except ConfigError as error:

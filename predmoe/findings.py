@@ -41,12 +41,12 @@ def say_by_horizon(effects: Sequence[Mapping], subject: str, quantity: str) -> s
 
 
 def compare(effect: Mapping, reference: float) -> str:
-    """Our effect beside the reference's, both in points: on which side, and how large in comparison."""
-    ours, theirs = 100 * effect["mean"], 100 * reference
+    """Our effect beside the reference's, both in points: on which side, and, where our interval excludes zero, how large in comparison."""
+    ours, theirs, ci95 = 100 * effect["mean"], 100 * reference, effect["ci95"]
     side = "on the same side" if ours * theirs > 0 else "on the other side"
-    inside = effect["ci95"] is not None and effect["ci95"][0] <= reference <= effect["ci95"][1]
-    within = "; our interval contains its value" if inside else ""
-    return f"{ours:+z.1f} points here, {theirs:+.1f} in the reference study ({side}, {abs(ours / theirs):.1f} times its size{within})"
+    size = f", {abs(ours / theirs):.1f} times its size" if ci95 is not None and (ci95[0] > 0 or ci95[1] < 0) else ", a single seed" if ci95 is None else ", our interval contains zero"
+    within = "; our interval contains its value" if ci95 is not None and ci95[0] <= reference <= ci95[1] else ""
+    return f"{ours:+z.1f} points here, {theirs:+.1f} in the reference study ({side}{size}{within})"
 
 
 def label(predictor: str) -> str:
@@ -139,12 +139,12 @@ def say_doses(table: pd.DataFrame, gates: Sequence[Mapping]) -> list[str]:
     for gradient, part in table[table.horizon == deepest].groupby("arm", sort=False):
         means = part.groupby("dose").gain.mean()
         steps = means.diff().dropna()
-        path = ", ".join(f"{100 * gain:+z.1f} at {dose:g}" for dose, gain in means.items())
+        path = ", ".join(f"{100 * gain:+z.1f}{'' if i else ' points'} at {'' if i else 'lambda '}{dose:g}" for i, (dose, gain) in enumerate(means.items()))
         failing = [f"{dose:g} ({_faults(gate)})" for dose in means.index if not (gate := judged[f"{gradient} {dose:g}"])["passes"]]
         rises = f"; it rises in {(steps > 0).sum()} of {len(steps)} steps of the weight" if len(steps) else ""
-        pays = f"FAILS the quality gate at {', '.join(failing)}" if failing else "passes the quality gate at every weight"
+        pays = f"FAILS the quality gate at lambda {', '.join(failing)}" if failing else "passes the quality gate at every weight"
         seeds = part.seed.nunique()
-        sentences.append(f"Gradient {gradient}: the gain in hit@k at h = {deepest} is {path} points{rises}; the arm {pays} "
+        sentences.append(f"Gradient {gradient}: the gain in hit@k at h = {deepest} is {path}{rises}; the arm {pays} "
                          f"({'a single seed, exploratory' if seeds == 1 else f'means of {seeds} seeds'}).")  # fmt: skip
     return sentences
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import claims as deciding
 from . import experiments, results, stats
-from .findings import PLACEBO, _holm, _moved, _seeds, _verb, compare, say, say_by_horizon, say_confirmed, say_placebo
+from .findings import PLACEBO, _holm, _moved, _seeds, _verb, compare, say, say_by_horizon, say_confirmed
 
 FIRST = "02_horizons"   # the experiment that alone has the alternative objective and the placebo; the one with most seeds extends its comparison
 
@@ -50,7 +50,7 @@ def details(claims: Sequence[Mapping], found: Mapping[str, Mapping]) -> list[str
     effects, known = _primary_effects(found[name]["arms"]), _reference_gains()
     told = {
         "How much": [f"At h = {e['horizon']} {compare(e, known[e['horizon']])}." for e in effects if e["horizon"] in known],
-        "What is it worth": say_machine(found), "How sure": say_placebo([e for e in found.get(FIRST, {}).get("effects", []) if e.get("variation")]),
+        "What is it worth": say_machine(found),
         "Is there a better objective": say_candidates(found.get(FIRST)),
         "What failed to replicate": [f"“{claim['statement'].rstrip('.')}”, here: {claim['measured']}; in the reference study: {claim['reference']}."
                                      for claim in claims if claim["verdict"] == stats.NOT_REPLICATED],
@@ -105,14 +105,17 @@ def say_size(effects: Sequence[Mapping]) -> str:
     common = [e for e in effects if e["horizon"] in known]
     if not common:
         return "No horizon in common."
-    times = [e["mean"] / known[e["horizon"]] for e in common]
-    other = [e for e, ratio in zip(common, times) if ratio < 0]
-    spread = " to ".join(dict.fromkeys(f"{ratio:z.1f}" for ratio in (min(times), max(times))))
+    held = [e for e in common if e["p_holm"] is not None and e["p_holm"] <= stats.SIGNIFICANCE]   # a multiple of what is not established means nothing
+    times = {e["horizon"]: e["mean"] / known[e["horizon"]] for e in held}
+    other = [e for e in held if times[e["horizon"]] < 0]
     sides = f"; at {_at(other)} it lies on the other side" if other else ""
+    spread = " to ".join(dict.fromkeys(f"{ratio:z.1f}" for ratio in (min(times.values()), max(times.values())))) if held else ""
+    where = "" if len(held) == len(common) else f" at {_at(held)}, where it is established" if held else ""
+    size = f"The gain is {spread} times that of the reference study{where}{sides}." if held else "No gain is established here that could be set against the reference study's."
     ours, theirs = (" / ".join(f"{100 * value:+z.1f}" for value in values) for values in ([e["mean"] for e in common], [known[e["horizon"]] for e in common]))
     inside = [e for e in common if e["ci95"] and e["ci95"][0] <= known[e["horizon"]] <= e["ci95"][1]]
     holds = f"our interval contains its value at {_at(inside)}" if inside else "none of our intervals contains its value"
-    return (f"The gain is {spread} times that of the reference study{sides}. In points, {ours} here and {theirs} there at h = {' / '.join(str(e['horizon']) for e in common)}"
+    return (f"{size} In points, {ours} here and {theirs} there at h = {' / '.join(str(e['horizon']) for e in common)}"
             f"{f'; {holds}' if common[0]['ci95'] else ''}.")  # fmt: skip
 
 
@@ -131,7 +134,7 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
     said = [
         f"{_worth(joint)}, with ranking predictors: from {speed['baseline-ranking']:.3f} to {speed['joint-ranking']:.3f} tok/s.",
         f"Prefetching itself is worth {100 * plain['mean']:+.1f}% on the ordinary model ({speed['demand']:.3f} tok/s without){left}.",
-        f"It is the hit@k of our small {models} models, transplanted to the reference study's large machine.",
+        f"What is replayed is synthetic routing on the reference study's large machine, drawn so that its predictors reach the hit@k of our small {models} models.",
     ]
     by_kind = _by_version(result)
     others = [e for variant, e in by_kind["ranking"].items() if variant != "all mended"]
@@ -219,7 +222,7 @@ def say_step(benchmark: Mapping | None) -> list[str]:
         share = benchmark["operations"]["term"] / benchmark["operations"]["model"]
     except (KeyError, TypeError, ValueError):
         raise results.ResultError("outputs/benchmarks/distributed.json has no step with the prediction term: run benchmarks/distributed.py --json on it again") from None
-    return [f"The prediction term adds {share:.1%} to the operations of a training step of the cpu tier's size, and {statistics.median(rounds):+.1%} to its time "
+    return [f"The prediction term adds {share:.1%} to the operations of a training step of our cpu models, and {statistics.median(rounds):+.1%} to its time "
             f"(one thread, median of {len(rounds)} rounds in turns with the ordinary step, single ones {min(rounds):+.1%} to {max(rounds):+.1%})."]  # fmt: skip
 
 
@@ -242,8 +245,9 @@ def say_certainty(effects: Sequence[Mapping], name: str, found: Mapping[str, Map
         low, high = min(e["mean"] for e in placebo), max(e["mean"] for e in placebo)
         there = [e for e in placebo if e["p_holm"] <= stats.SIGNIFICANCE]
         apart = [e for e in placebo if e["ci95"][0] > 0 or e["ci95"][1] < 0]
-        alone = f"its own interval excludes zero at {_at(apart)}" if apart else "no interval excludes zero"
-        said.append(f"A {placebo[0]['variation']}, trained alike, moves hit@k by {100 * low:+z.1f} to {100 * high:+z.1f} points: {alone}, established is it at {_at(there) if there else 'no horizon'}.")
+        alone = f"its interval excludes zero at {_at(apart)}" if apart else "no interval excludes zero"
+        held_up = f"it is established at {_at(there)}" if there else "nothing is established"
+        said.append(f"A {placebo[0]['variation']}, whose loss weighs nothing, moves hit@k by {100 * low:+z.1f} to {100 * high:+z.1f} points, which can only be chance: {alone}, {held_up}.")
     return said
 
 

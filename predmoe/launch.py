@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from predmoe.children import end_with_parent, last_words, work_for_parent
+from predmoe.strict import ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nproc", type=int, required=True, help="processes, on GPUs one per GPU")
     parser.add_argument("folder", type=Path)
     options, rest = parser.parse_known_args(arguments)
-    end_with_parent()
+    try:
+        end_with_parent()
+    except ConfigError as error:
+        return last_words(str(error))
     os.environ |= work_for_parent()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)   # pages about what the last sentence says
     how = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=options.nproc, run_id=f"predmoe-{options.folder.name}", rdzv_backend="c10d",

@@ -91,9 +91,9 @@ def tell(items: Sequence[Item], parallel: int, command: str = "") -> str:
     count = {state: sum(item.state == state for item in items) for state in (DONE, *STATES)}
     told = [f"{count[DONE]} of {len(items)} runs are done", *(f"{count[state]} {words}" for state, words in STATES.items() if count[state])]
     lines.append(f"\n{'; '.join(told)}. About {_hours(left, parallel)} hours are left with {parallel} side by side (a run that several notebooks share is counted in those of the first).")
-    label = runs.labels([item.run for item in items])
+    label = runs.labels([item.run for item in items], besides=["steps"])
     lines += [
-        f"  {item.run.hash}  {item.state:<8} {label[item.run.hash]}{'' if ' steps ' in label[item.run.hash] else f', {item.run.train.steps} steps'}"
+        f"  {item.run.hash}  {item.state:<8} {label[item.run.hash]}, {item.run.train.steps} steps"
         f"{'' if item.seconds is None else f', {item.seconds / 60:.0f} min'}  ({', '.join(item.lacking)})" for item in left
     ]  # fmt: skip
     lines += [f"To train and measure what is left (it can be interrupted and goes on): {command}"] if command else []

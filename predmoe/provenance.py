@@ -10,7 +10,7 @@ import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
-from . import paths
+from . import paths, variables
 
 PACKAGES = (
     "torch", "numpy", "scipy", "pandas", "numba", "matplotlib", "transformers", "accelerate", "peft", "safetensors",
@@ -86,4 +86,4 @@ def _instructions() -> str | None:
 
 def _threads() -> int:
     torch = sys.modules.get("torch")
-    return torch.get_num_threads() if torch else int(os.environ.get("OMP_NUM_THREADS") or _cores())
+    return torch.get_num_threads() if torch else variables.threads() or _cores()

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import budget, config, corpora, corpora_large, model, paths, results
-from . import findings as words
 
 README = paths.ROOT / "README.md"
 DOCS = paths.ROOT / "docs" / "many_gpus.md"
+PEAK = "of the matrix-product peak"   # a column of benchmarks/train_step.py
 STEP_GOAL = 1.3   # times the speed of transformers' fastest implementation, set before it was measured
 BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
 
@@ -21,7 +21,7 @@ BENCHMARKS = paths.ROOT / "outputs" / "benchmarks"
 def render(text: str) -> str:
     """README's text with every computed part brought up to date."""
     parts = {
-        "results:cpu": findings("cpu"), "state:cpu": state("cpu"), "placebo:cpu": placebo("cpu"), "figures:cpu": figures("cpu", _around(text, "figures:cpu", "README.md")[1]),
+        "results:cpu": summary("cpu"), "answers:cpu": answers("cpu"), "state:cpu": state("cpu"), "figures:cpu": figures("cpu", _around(text, "figures:cpu", "README.md")[1]),
         "explorer": screenshot("cpu"), "benchmarks": benchmarks(), "sources": sources(), "sources large": sources(large=True), "tiers": tiers(),
     }  # fmt: skip
     for name, part in parts.items():
@@ -59,12 +59,21 @@ def update(path: Path = README) -> bool:
     return changed
 
 
-def findings(profile: str) -> str:
-    """The summary figure of a profile and the answers of its 00_report."""
+def summary(profile: str) -> str:
+    """The summary figure of a profile and the first sentence of each answer of its 00_report."""
     report = results.load(profile, "00_report")
     pictures = [f"![{figure['alt']}](outputs/{profile}/00_report/{figure['png']})" for figure in report["figures"] if figure["name"] == "summary"]
-    sentences = "\n".join(f"- {sentence}" for sentence in report["findings"])
-    return "\n" + "\n\n".join([*pictures, sentences]) + "\n\n"
+    return "\n" + "\n\n".join([*pictures, "\n".join(f"- {_first(answer)}" for answer in report["findings"])]) + "\n\n"
+
+
+def _first(answer: str) -> str:
+    """An answer's question and first sentence."""
+    return f"{answer.partition('. ')[0].removesuffix('.')}."
+
+
+def answers(profile: str) -> str:
+    """The answers of a profile's 00_report, whole."""
+    return "\n" + "\n".join(f"- {answer}" for answer in results.load(profile, "00_report")["findings"]) + "\n\n"
 
 
 def _executed(profile: str) -> dict[str, bool]:
@@ -87,13 +96,6 @@ def state(profile: str) -> str:
     if missing:
         said.append(f"Written, and still to be executed at this profile: {listed(missing)}; `predmoe plan --profile {profile}` lists the models that are to be trained for them.")
     return "\n".join(said) + "\n\n"
-
-
-def placebo(profile: str) -> str:
-    """What the placebo among the variations of 02_horizons moved; empty where there is none."""
-    path = paths.outputs(profile) / "02_horizons" / "results.json"
-    effects = results.load(profile, "02_horizons")["effects"] if path.exists() else []
-    return "".join(f"{sentence}\n\n" for sentence in words.say_placebo([e for e in effects if e.get("variation")]))
 
 
 def figures(profile: str, table: str) -> str:
@@ -122,7 +124,17 @@ def benchmarks() -> str:
     """The tables that the commands under benchmarks/ measured, each with the machine it ran on."""
     parts = {path.stem: results.benchmark(path.stem, BENCHMARKS) for path in sorted(BENCHMARKS.glob("*.json"))}
     goal = [step_goal(parts["train_step"]["tables"])] if "train_step" in parts else []
-    return "".join(f"\n{text.strip()}\n" for text in [*goal, *(part["markdown"] for part in parts.values())]) + "\n"
+    told = [part["markdown"].strip() + (beyond_peak(part["markdown"]) if name == "train_step" else "") for name, part in parts.items()]
+    return "".join(f"\n{text.strip()}\n" for text in [*goal, *told]) + "\n"
+
+
+def beyond_peak(table: str) -> str:
+    """A footnote to the table of benchmarks/train_step.py where a row has more than all of the matrix-product peak; empty where none has."""
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("|")]
+    shares = [row[rows[0].index(PEAK)] for row in rows[2:]] if rows and PEAK in rows[0] else []
+    beyond = [share for share in shares if share.rstrip("%").isdigit() and int(share.rstrip("%")) > 100]
+    return (f"\n\n{' and '.join(beyond)} of the peak is no mistake in the row: what stands for the peak is the speed of one large square product, measured in turns with the steps, and "
+            "a step's own products, of other shapes, can exceed that a little.") if beyond else ""  # fmt: skip
 
 
 def step_goal(tables: Sequence[Mapping]) -> str:

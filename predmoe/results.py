@@ -141,9 +141,20 @@ def _render(figure: Figure) -> tuple[bytes, bytes]:
 
 def load(profile: str, experiment: str) -> dict:
     """results.json of one experiment, validated. Raises ResultError where it is absent or does not meet the schema."""
-    path = paths.outputs(profile) / experiment / "results.json"
+    return _load(profile, experiment, paths.outputs(profile) / experiment / "results.json")
+
+
+def borrow(profile: str, experiment: str) -> dict:
+    """`load` of a profile that another one reads: from the repository where PREDMOE_OUTPUTS names a folder that lacks it, and that is printed."""
+    path = paths.borrowed(profile, f"{experiment}/results.json")
+    if not path.is_relative_to(paths.outputs(profile)):
+        print(f"{paths.outputs(profile)} has no results of {experiment}: those that the repository holds are taken.")
+    return _load(profile, experiment, path)
+
+
+def _load(profile: str, experiment: str, path: Path) -> dict:
     if not path.exists():
-        raise ResultError(f"{experiment} has no results in profile {profile}: run its notebook first")
+        raise ResultError(f"{experiment} has no results in profile {profile}: run its notebook first (predmoe report --profile {profile} --only {experiment.split('_')[0]})")
     return _read_json(path, "results")
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from predmoe import children, corpora, distributed
+from predmoe import children, corpora, distributed, variables
 from predmoe.checkpoint import find_checkpoint
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
 from predmoe.files import read_config, read_json, read_lines, write_json
@@ -119,7 +119,7 @@ def default_store(profile: str) -> Path:
     """$PREDMOE_STORE where it is set (a disk shared by machines), else outputs/PROFILE/runs."""
     from predmoe import paths
 
-    return Path(os.environ["PREDMOE_STORE"]) if os.environ.get("PREDMOE_STORE") else paths.outputs(profile) / "runs"
+    return variables.folder("PREDMOE_STORE") or paths.outputs(profile) / "runs"
 
 
 def open_run(config: RunConfig, store: Path) -> Run:
@@ -259,9 +259,10 @@ def _start(run: Run, measurements: list[Measurement], *, nproc: int = 1, engine:
         command += [f"--{kind_of(how)}", measurement_name(how)]
     command += options
     exact = same_bits() if run.config.train.dtype == "float32" else {}   # torch's bf16 attention has no AVX2 kernel where there is AVX-512
-    environment = KEEP_MEMORY | exact | os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | children.work_for_parent()
+    own = {name: value for name, value in os.environ.items() if name not in variables.TEAM}   # a child is no part of a team that this process may be of
+    told = KEEP_MEMORY | exact | own | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | children.work_for_parent()
     with open(run.path / "log.txt", "a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment)
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=told)
 
 
 def _why(run: Run, exit_code: int, begun: int) -> str:
@@ -305,22 +306,24 @@ def describe(config: RunConfig) -> str:
 FOLLOWS = ("steps", "warmup_steps", "num_heads", "expert_size")   # what a change of size brings with it: named where nothing else tells runs apart
 
 
-def labels(configs: Sequence[RunConfig]) -> dict[str, str]:
-    """Hash -> `describe`, and, where runs would read the same, few fields that tell them apart: "baseline, seed 0 (hidden_size 96, num_experts 16)"."""
+def labels(configs: Sequence[RunConfig], *, besides: Sequence[str] = ()) -> dict[str, str]:
+    """Hash -> `describe`, and, where runs would read the same, few fields that tell them apart: "baseline, seed 0 (hidden_size 96, num_experts 16)".
+    `besides`: fields that the caller tells of every run anyway, so that they need not tell runs apart here."""
     alike: dict[str, dict[str, RunConfig]] = {}
     for config in configs:
         alike.setdefault(describe(config), {})[config.hash] = config
-    return {digest: f"{text} ({apart})" if apart else text for text, group in alike.items() for digest, apart in _apart(group).items()}
+    return {digest: f"{text} ({apart})" if apart else text for text, group in alike.items() for digest, apart in _apart(group, besides).items()}
 
 
-def _apart(group: dict[str, RunConfig]) -> dict[str, str]:
+def _apart(group: dict[str, RunConfig], besides: Sequence[str]) -> dict[str, str]:
     """The name and value of few fields for each of the runs, by hash, so that no two have the same; of equally telling fields the first."""
     fields = {digest: {(section, name): value for section, values in to_dict(config).items() if isinstance(values, dict) for name, value in values.items()}
               for digest, config in group.items()}  # fmt: skip
     told = lambda names: len({str([mine.get(name) for name in names]) for mine in fields.values()})  # noqa: E731
-    chosen: list[tuple[str, str]] = []
+    known = list(dict.fromkeys(name for mine in fields.values() for name in mine if name[1] in besides))
+    chosen = list(known)
     for follows in (False, True):
         names = [name for name in dict.fromkeys(name for mine in fields.values() for name in mine) if (name[1] in FOLLOWS) == follows]
         while names and told([*chosen, best := max(names, key=lambda name: told([*chosen, name]))]) > told(chosen):
             chosen.append(best)
-    return {digest: ", ".join(f"{name[1]} {mine.get(name)}" for name in chosen) for digest, mine in fields.items()}
+    return {digest: ", ".join(f"{name[1]} {mine.get(name)}" for name in chosen[len(known) :]) for digest, mine in fields.items()}

@@ -149,13 +149,14 @@ def say_loss(table: pd.DataFrame) -> str:
 
 
 def say_pairing(table: pd.DataFrame, predictor: str) -> str:
-    """What share of the variance pairing leaves, and at how many horizons it helps."""
+    """What share of the variance pairing leaves, and at which horizons that is less than all of it."""
     part = table[table.predictor == predictor]
     told = ", ".join(f"{100 * row.variance_left:.0f}% at h = {row.horizon}" for row in part.itertuples())
-    helps = int((part.variance_left < 1).sum())
+    narrower = [str(row.horizon) for row in part.itertuples() if row.variance_left < 1]
+    where = f"narrows the interval at h = {', '.join(narrower)}" + ("" if len(narrower) == len(part) else " and not elsewhere") if narrower else "narrows the interval at no horizon"
     loss = table[table.predictor == LOSS].iloc[0]
-    return (f"Pairing by seed leaves {told} of the variance that the difference of two independent sets of seeds would have under the "
-            f"{PREDICTORS[predictor]}: it helps at {helps} of {len(part)} horizons; for validation loss it leaves {100 * loss.variance_left:.0f}%.")  # fmt: skip
+    return (f"Comparing models of the same seed, instead of two independent sets of seeds, leaves {told} of the variance of the difference in hit@k under the {PREDICTORS[predictor]}, "
+            f"so it {where} (above 100% it would widen it); of the difference in validation loss it leaves {100 * loss.variance_left:.0f}%.")  # fmt: skip
 
 
 def say_needs(table: pd.DataFrame, horizon: int) -> list[str]:

@@ -15,6 +15,8 @@ import types
 import typing
 from dataclasses import field
 
+import yaml
+
 SEEDS = (-(2**63), 2**63 - 1)   # what torch takes
 MOST = 2**31 - 1             # of whatever is counted: beyond it sizes overflow far from where they were given
 
@@ -138,5 +140,23 @@ def coerce(name: str, value, kind):
             raise ConfigError(f"{name} is an integer of {value.bit_length()} bits, too large for a float") from None
     if not origin and type(value) is kind:
         return value
-    hint = " (YAML reads 3e-4 as text: write 3.0e-4)" if kind is float and isinstance(value, str) else ""
+    hint = number_hint(value, kind) if kind in (int, float) and isinstance(value, str) else ""
     raise ConfigError(f"{name}={value!r} is {type(value).__name__}, not {getattr(kind, '__name__', kind)}{hint}")
+
+
+def number_hint(text: str, kind: type) -> str:
+    """How a number is written in YAML where it came as text: without the quotes that it was in, or, where YAML has no quotes to blame, a float with a point, and a
+    sign in its exponent. Empty where it is no number."""
+    try:
+        kind(text)
+    except ValueError:
+        return ""
+    mantissa, _, exponent = text.strip().lower().partition("e")
+    if not any(character.isdigit() for character in mantissa):   # "nan", "inf"
+        return ""
+    if isinstance(yaml.safe_load(text), (int, float)):
+        return f"; it was given in quotes: write {text.strip()} without them"
+    if kind is float:
+        mantissa += "" if "." in mantissa else ".0"
+        exponent = exponent and f"e{'' if exponent[0] in '+-' else '+'}{exponent}"
+    return f"; YAML reads {text} as text: write {mantissa}{exponent}, without quotes"

@@ -177,8 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--engine", default="ddp", help="under torchrun: ddp (each process has the whole model) or fsdp (each has a part) or hsdp (a part of its node's)")
     options = parser.parse_args(arguments)
     folder = options.folder
-    end_with_parent()
     try:
+        end_with_parent()
         config = read_config(folder / "config.json", RunConfig)
         with contextlib.ExitStack() as held:
             team = held.enter_context(distributed.team(config.train.device)) if distributed.world_size() > 1 else None

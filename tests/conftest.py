@@ -26,6 +26,7 @@ def house(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         monkeypatch.setattr(paths, name.upper(), tmp_path / name)
     monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path / "outputs"))
+    monkeypatch.setattr(paths, "COMMITTED", tmp_path / "outputs")
 
     def notebook(name, parameters, *cells):
         built = [nbformat.v4.new_code_cell(textwrap.dedent(cell)) for cell in cells]
@@ -48,6 +49,7 @@ def house(tmp_path, monkeypatch):
 def outputs(tmp_path, monkeypatch):
     """An empty outputs/."""
     monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path))
+    monkeypatch.setattr(paths, "COMMITTED", tmp_path)
     return tmp_path
 
 

@@ -95,7 +95,7 @@ def test_a_file_that_is_no_notebook_is_named(tmp_path):
         ("lambda_pred: 3e-1", "lambda_pred='3e-1' is str, not float like its default 0.3; YAML reads 3e-1 as text: write 3.0e-1, without quotes"),
         ("lambda_pred: '0.3'", "write 0.3, without quotes"),
         ("lambda_pred: 'inf'", "lambda_pred='inf' is str, not float like its default 0.3$"),
-        ("steps: '200'", "steps='200' is str, not int like its default 100; YAML reads 200 as text: write 200, without quotes"),
+        ("steps: '200'", "steps='200' is str, not int like its default 100; it was given in quotes: write 200 without them"),
         ("lambda_pred: high", "lambda_pred='high' is str, not float like its default 0.3$"),
         ("lambda_pred: null", "lambda_pred=None is NoneType, not float"),
         ("lambda_pred: true", "lambda_pred=True is bool, not float"),
@@ -326,3 +326,12 @@ def test_unknown_profile_and_notebook_are_named_with_what_there_is(three):
         three.run("gpu")
     with pytest.raises(ConfigError, match="unknown notebook '03'; there are 01_mechanism, 02_horizons, 00_report"):
         three.run(only=["03"])
+
+
+def test_a_file_of_parameters_for_another_profile_than_its_name_says_is_refused(house):
+    house.notebook("01_x", 'profile = "smoke"  # profile\nx = 0  # x', "x")
+    house.params("01_x", "cpu", "profile: cpu\nx: 1\n")
+    assert execute.plan("cpu")[0].params == {"profile": "cpu", "x": 1}
+    house.params("01_x", "cpu", "profile: smoke\nx: 1\n")
+    with pytest.raises(ConfigError, match="cpu.yaml says `profile: smoke`, and its name says cpu: results go to outputs/cpu, so change that line or rename the file"):
+        execute.plan("cpu")

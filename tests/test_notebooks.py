@@ -138,12 +138,8 @@ SMALL = {
 
 @pytest.fixture(scope="module", params=SMALL)
 def simulated(request, tmp_path_factory):
-    """05 and 08 executed with the committed accuracies (and, where they are committed, traces) of the cpu profile."""
+    """05 and 08 executed into a folder of their own: the accuracies and traces of the cpu profile are the repository's."""
     folder = tmp_path_factory.mktemp("outputs")
-    (folder / "cpu").mkdir()
-    for name in ("02_horizons", "traces"):
-        if (committed := paths.ROOT / "outputs" / "cpu" / name).exists():
-            (folder / "cpu" / name).symlink_to(committed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREDMOE_OUTPUTS", str(folder))
         patch.setenv("PREDMOE_TRACES", str(folder / "none"))   # as in a fresh clone

@@ -49,9 +49,20 @@ def test_the_table_links_what_is_executed_and_says_what_is_not(tmp_path, monkeyp
     assert table.count("](params/") == len(list(paths.NOTEBOOKS.glob("*.ipynb")))
     done, missing = readme.state("cpu").split("still to be executed")
     assert done.startswith("1 of ") and "--only 01 00`" in done and "`03_dose`" in missing and "01_mechanism" not in missing
-    assert readme.placebo("cpu") == ""
 
 
 def test_a_lost_marker_is_an_error_that_names_it():
     with pytest.raises(readme.results.ResultError, match="<!-- benchmarks -->"):
         readme.render(readme.README.read_text().replace("<!-- benchmarks -->", ""))
+
+
+def test_the_summary_is_the_first_sentence_of_each_answer_and_the_rest_follows_whole():
+    found = readme.results.load("cpu", "00_report")["findings"]
+    short, whole = readme.summary("cpu"), readme.answers("cpu")
+    assert all(f"- {answer}" in whole for answer in found) and short.count("\n- **") == len(found)
+    assert readme._first("**Does it?** Yes: +0.4 points. And more. ") == "**Does it?** Yes: +0.4 points." and readme._first("**Sure?** One sentence.") == "**Sure?** One sentence."
+
+
+def test_a_share_above_the_peak_has_a_footnote_and_others_have_none():
+    table = "| step | of the matrix-product peak | bound by |\n| --- | --- | --- |\n| one | 59% | x |\n| two | {}% | x (120%) |\n\nMeasured."
+    assert readme.beyond_peak(table.format(103)).startswith("\n\n103% of the peak is no mistake") and readme.beyond_peak(table.format(100)) == "" == readme.beyond_peak("text")

@@ -76,7 +76,7 @@ def test_pairing_by_hand():
     assert row.variance_left == pytest.approx(1 / 300 / 2.10333, rel=1e-4) and row.correlation > 0.99
 
 
-@pytest.mark.parametrize("joint, helps", [((0.5, 1.5, 2.6), "it helps at 1 of 1"), ((2.5, 1.5, 0.4), "it helps at 0 of 1")])
+@pytest.mark.parametrize("joint, helps", [((0.5, 1.5, 2.6), "so it narrows the interval at h = 4 (above"), ((2.5, 1.5, 0.4), "so it narrows the interval at no horizon (above")])
 def test_the_sentence_says_where_pairing_does_not_help(joint, helps):
     assert helps in spread.say_pairing(spread.pairing(two_arms((0.0, 1.0, 2.0), joint), ["ranking"], [4]), "ranking")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from tiny_runs import stored, tiny
@@ -292,6 +293,7 @@ def test_labels_name_what_tells_runs_apart_and_nothing_else():
     ]  # fmt: skip
     longer = tiny("files:a", objective={}, steps=60)
     assert runs.labels([alike, longer]) == {alike.hash: "baseline, seed 0 (steps 30)", longer.hash: "baseline, seed 0 (steps 60)"}
+    assert set(runs.labels([alike, longer], besides=["steps"]).values()) == {"baseline, seed 0"}, "what the caller tells of each run is not told twice"
 
 
 @pytest.mark.parametrize("profile", ["smoke", "cpu"])
@@ -299,3 +301,6 @@ def test_no_two_runs_of_a_plan_have_one_label(profile, tmp_path):
     wanted = [item.run for item in plan.plan(profile, store=tmp_path)]
     label = runs.labels(wanted)
     assert len(set(label.values())) == len(label) == len({run.hash for run in wanted}) > 10
+    lines = [line.split("missing  ", 1)[1] for line in plan.tell(plan.plan(profile, store=tmp_path), 2).splitlines() if line.startswith("  ")]
+    names = [re.match(r".*?, (\d+) steps(?=  \()", line)[0] for line in lines]
+    assert len(set(names)) == len(names) == len(label) and not any("steps " in name for name in names), "one form for all, and no two alike"
