@@ -121,15 +121,20 @@ def part_gates(arms: Sequence[Mapping]) -> list[dict]:
 # --- in words ----------------------------------------------------------------------------------------------------------
 
 def say_coadaptation(effects: Sequence[Mapping]) -> list[str]:
-    """What the head that was trained along has over a fresh one on the same model, a sentence for each arm."""
+    """What the head that was trained along has over a fresh one on the same model, a sentence for each arm: more or less where the interval excludes zero."""
     by_arm: dict[str, list[Mapping]] = {}
     for effect in effects:
         by_arm.setdefault(effect["treatment"], []).append(effect)
-    way = lambda e: "more" if e["mean"] > 0 else "less"  # noqa: E731
-    return [
-        f"In the arm {arm} the head that was trained along foretells " + ", ".join(f"{results.effect_text(e, 'points')} at h = {e['horizon']}" for e in group)
-        + f", {'/'.join(dict.fromkeys(map(way, group)))} than a fresh linear one on the same model ({_seeds(group[0])})." for arm, group in by_arm.items()
-    ]  # fmt: skip
+    told = []
+    for arm, group in by_arm.items():
+        sides: dict[str, list[str]] = {}
+        for e in group:
+            low, high = e["ci95"] or (0.0, 0.0)
+            sides.setdefault("more" if low > 0 else "less" if high < 0 else "neither measurably more nor less", []).append(str(e["horizon"]))
+        verdict = "untested" if group[0]["ci95"] is None else "; ".join(f"{way} at h = {', '.join(at)}" for way, at in sides.items())
+        sizes = ", ".join(f"{results.effect_text(e, 'points').removesuffix(' (single seed)')} at h = {e['horizon']}" for e in group)
+        told.append(f"In the arm {arm}, what the head that was trained along foretells less what a fresh linear one on the same model does is {sizes} ({_seeds(group[0])}): {verdict}.")
+    return told
 
 
 def say_drift(effects: Sequence[Mapping]) -> list[str]:
@@ -144,7 +149,7 @@ def say_drift(effects: Sequence[Mapping]) -> list[str]:
 
 
 def say_boundary(effects: Sequence[Mapping], predictor: str) -> str:
-    """Where, from the least part that is trained to the most, an established gain begins at the deepest horizon."""
+    """From which part on, from the least that is trained to the most, the interval of the gain at the deepest horizon lies above zero; which lie below it, and which parts have none."""
     deepest = max(e["horizon"] for e in effects)
     mine = [e for e in effects if e["predictor"] == predictor and e["horizon"] == deepest]
     told = "; ".join(f"{e['variation']} {results.effect_text(e, 'points')}, {_seeds(e)}" for e in mine)
@@ -153,11 +158,14 @@ def say_boundary(effects: Sequence[Mapping], predictor: str) -> str:
         verdict = "a single seed of each has no interval to tell where it begins"
     else:
         verdict = f"the first of these with an interval above zero is: {begun}" if begun else "no interval of these lies above zero"
+        lower = [e["variation"] for e in mine if e["ci95"] is not None and e["ci95"][1] < 0]
+        alone = [e["variation"] for e in mine if e["ci95"] is None]
+        verdict += (f"; below zero lies that of {', '.join(lower)}" if lower else "") + (f"; of one seed, and so without an interval, is {', '.join(alone)}" if alone else "")
     return f"Joint against baseline under the {FRESH[predictor]} at h = {deepest}, by what is trained: {told}. From the least to the most, {verdict}."
 
 
 def say_against(effects: Sequence[Mapping], least: str, most: str) -> str:
-    """How large the gain of one part is beside another's, by horizon, of one predictor's `part_effects`."""
+    """What joint training does to one part beside another, by the horizons that both have, of one predictor's `part_effects`."""
     sides = [{e["horizon"]: e["mean"] for e in effects if e["variation"] == part} for part in (least, most)]
-    told = ", ".join(f"{100 * sides[0][h]:+z.1f} of {100 * sides[1][h]:+z.1f} points at h = {h}" for h in sides[0])
-    return f"Of what {most} gains, {least} gains {told} (means)."
+    told = ", ".join(f"{100 * sides[0][h]:+z.1f} against {100 * sides[1][h]:+z.1f} points at h = {h}" for h in sides[0] if h in sides[1])
+    return f"Joint against baseline with {least} trained, beside the same with {most}: {told or 'no horizon in common'} (means over seeds)."

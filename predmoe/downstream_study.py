@@ -165,13 +165,15 @@ def within_seeds(arms: Sequence[Mapping], treatment: str = "joint", control: str
 # --- findings -------------------------------------------------------------------------------------------------------------------
 
 def say_chance(table: pd.DataFrame, arm: str) -> str:
-    """On which tasks a model answers more often rightly than by guessing, by two standard errors over its items, means over seeds."""
-    above, near = [], []
+    """On which tasks a model answers more, or less, often rightly than by guessing, by two standard errors over its items, means over seeds."""
+    sides: dict[str, list[str]] = {"is above chance on": [], "cannot be told from chance on": [], "is below chance on": []}
     for task, part in table[table.arm == arm].groupby("task", sort=False):
         rate, error, chance = part.accuracy.mean(), part.accuracy_se.mean(), part.chance.iloc[0]
-        (above if rate - 2 * error > chance else near).append(f"{task} ({100 * rate:.1f}%, chance {100 * chance:.1f}%)")
-    parts = ([f"is above chance on {', '.join(above)}"] if above else []) + ([f"cannot be told from chance on {', '.join(near)}"] if near else [])
-    return f"By two standard errors of its items, the {arm} model {' and '.join(parts)}: a model of this size knows little, and near chance an accuracy says nothing."
+        side = "is above chance on" if rate - 2 * error > chance else "is below chance on" if rate + 2 * error < chance else "cannot be told from chance on"
+        sides[side].append(f"{task} ({100 * rate:.1f}%, chance {100 * chance:.1f}%)")
+    parts = "; ".join(f"{side} {', '.join(tasks)}" for side, tasks in sides.items() if tasks)
+    rest = ". Where it cannot be told from chance, its accuracy says nothing of what training costs" if sides["cannot be told from chance on"] else ""
+    return f"By two standard errors of its items, the {arm} model {parts}{rest}."
 
 
 def say_effects(found: Sequence[Mapping], metric: str) -> str:
@@ -188,7 +190,7 @@ def say_effects(found: Sequence[Mapping], metric: str) -> str:
     for e in group:
         side = "raises" if e["ci95"][0] > 0 else "lowers" if e["ci95"][1] < 0 else "does not measurably change"
         sides.setdefault(side, []).append(told(e))
-    held = sum(e["p_holm"] <= 0.05 for e in group)
+    held = sum(e["p_holm"] <= stats.SIGNIFICANCE for e in group)
     parts = " and ".join(f"{side} it on {', '.join(names)}" for side, names in sides.items())
     return (f"The {words} ({unit}, {group[0]['n']} seeds): joint training {parts}; corrected for {len(group)} tasks (Holm), {held} of them "
             f"{'is' if held == 1 else 'are'} established.")   # fmt: skip
@@ -196,7 +198,7 @@ def say_effects(found: Sequence[Mapping], metric: str) -> str:
 
 def say_within(table: pd.DataFrame) -> str:
     """How many pairs of models differ by McNemar's test."""
-    held = int((table["p (Holm)"] <= 0.05).sum())
+    held = int((table["p (Holm)"] <= stats.SIGNIFICANCE).sum())
     return f"Item by item within a seed (McNemar's exact test), {held} of {len(table)} pairs of models differ after Holm's correction over all {len(table)}."
 
 

@@ -69,12 +69,26 @@ def test_the_claims_follow_what_was_measured(without, with_transfer):
 
 def test_where_transfer_begins_is_said_by_the_first_interval_above_zero(without, with_transfer):
     said = [next(f for f in found["13_olmoe_dose"]["findings"] if f.startswith("Joint against baseline under the ranking MLP")) for found in (without, with_transfer)]
-    assert said[0].endswith("the first of these with an interval above zero is: last half of the blocks.")
-    assert said[1].endswith("the first of these with an interval above zero is: LoRA.")
+    assert said[0].endswith("the first of these with an interval above zero is: last half of the blocks; of one seed, and so without an interval, is pretraining.")
+    assert said[1].endswith("the first of these with an interval above zero is: LoRA; of one seed, and so without an interval, is pretraining.")
     assert "pretraining" in said[0] and "a single seed, exploratory" in said[0]
     none = {"horizon": 4, "predictor": "ranking", "variation": "LoRA", "mean": 0.0, "ci95": [-0.01, 0.01], "n": 3}
     assert boundary.say_boundary([none], "ranking").endswith("no interval of these lies above zero.")
     assert boundary.say_boundary([none | {"ci95": None, "n": 1}], "ranking").endswith("a single seed of each has no interval to tell where it begins.")
+    assert boundary.say_boundary([none | {"mean": -0.02, "ci95": [-0.03, -0.01]}], "ranking").endswith("no interval of these lies above zero; below zero lies that of LoRA.")
+    beside = [none, none | {"horizon": 2}, none | {"variation": "all weights", "mean": 0.02}]
+    assert boundary.say_against(beside, "LoRA", "all weights") == "Joint against baseline with LoRA trained, beside the same with all weights: +0.0 against +2.0 points at h = 4 (means over seeds)."
+
+
+@pytest.mark.parametrize("means, words", [
+    ((0.04, 0.03), "+4.0 points [+3.0, +5.0] at h = 1, +3.0 points [+2.0, +4.0] at h = 2 (3 seeds): more at h = 1, 2."),
+    ((0.04, -0.03), "(3 seeds): more at h = 1; less at h = 2."), ((0.0, -0.03), ": neither measurably more nor less at h = 1; less at h = 2."),
+])  # fmt: skip
+def test_co_adaptation_is_told_whichever_way_it_falls(means, words):
+    effects = [{"treatment": "joint 0.1", "horizon": h, "mean": mean, "ci95": [mean - 0.01, mean + 0.01], "n": 3} for h, mean in zip((1, 2), means)]
+    assert boundary.say_coadaptation(effects)[0].endswith(words)
+    (alone,) = boundary.say_coadaptation([effects[0] | {"ci95": None, "n": 1}])
+    assert alone.endswith("at h = 1 (a single seed, exploratory): untested.")
 
 
 def test_effects_of_a_part_are_against_its_own_baseline(without):

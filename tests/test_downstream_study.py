@@ -88,8 +88,12 @@ def test_answers_are_paired_within_a_seed():
 
 def test_chance_is_told_by_two_standard_errors():
     said = downstream_study.say_chance(downstream_study.scores(study()), "baseline")
-    above, near = said.split(" and cannot be told from chance on ")
-    assert "held-out cloze (ours) (" in above and "ARC easy" in near and "PIQA" in near and "chance 50.0%" in near
+    above, near = said.split("; cannot be told from chance on ")
+    assert "held-out cloze (ours) (" in above and "ARC easy" in near and "PIQA" in near and "chance 50.0%" in near and "says nothing of what training costs" in near
+    worse = downstream_study.say_chance(downstream_study.scores([row("baseline", 0, better=-0.2)]), "baseline")
+    assert "is below chance on " in worse and "PIQA" in worse.split("is below chance on ")[1]
+    best = downstream_study.say_chance(downstream_study.scores([row("baseline", 0, better=0.3)]), "baseline")
+    assert best.startswith("By two standard errors of its items, the baseline model is above chance on HellaSwag") and "says nothing" not in best
 
 
 def test_the_tables_name_no_number_that_is_not_there():
