@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from . import experiments, results, stats
-from .findings import _seeds
+from .findings import _moved, _seeds
 
 # What is trained, from the least to the most, and the prefix of its arms' names.
 PARTS = {"LoRA": "", "last half of the blocks": "half ", "all weights": "full ", "pretraining": "pretraining "}
@@ -132,8 +132,8 @@ def say_coadaptation(effects: Sequence[Mapping]) -> list[str]:
             low, high = e["ci95"] or (0.0, 0.0)
             sides.setdefault("more" if low > 0 else "less" if high < 0 else "neither measurably more nor less", []).append(str(e["horizon"]))
         verdict = "untested" if group[0]["ci95"] is None else "; ".join(f"{way} at h = {', '.join(at)}" for way, at in sides.items())
-        sizes = ", ".join(f"{results.effect_text(e, 'points').removesuffix(' (single seed)')} at h = {e['horizon']}" for e in group)
-        told.append(f"In the arm {arm}, what the head that was trained along foretells less what a fresh linear one on the same model does is {sizes} ({_seeds(group[0])}): {verdict}.")
+        sizes = ", ".join(f"{_moved(e, 'points')} at h = {e['horizon']}" for e in group)
+        told.append(f"In the arm {arm}, the hit@k of the head that was trained along, minus that of a fresh linear one on the same model, is {sizes} ({_seeds(group[0])}): {verdict}.")
     return told
 
 
@@ -142,7 +142,7 @@ def say_drift(effects: Sequence[Mapping]) -> list[str]:
     found = []
     for arm in dict.fromkeys(e["treatment"] for e in effects):
         mine = {e["metric"]: e for e in effects if e["treatment"] == arm}
-        changes = ", ".join(f"{DRIFT[name][0]} {results.effect_text(mine[name], unit)}" for name, unit in (
+        changes = ", ".join(f"{DRIFT[name][0]} {_moved(mine[name], unit)}" for name, unit in (
             ("router_entropy_fraction", "points"), ("load_entropy", "points"), ("val_loss", "nats")))
         found.append(f"Against the stock model the arm {arm} keeps {100 * (1 + mine['kept']['mean']):.1f}% of a token's experts; {changes} ({_seeds(mine['kept'])}).")
     return found
@@ -152,7 +152,7 @@ def say_boundary(effects: Sequence[Mapping], predictor: str) -> str:
     """From which part on, from the least that is trained to the most, the interval of the gain at the deepest horizon lies above zero; which lie below it, and which parts have none."""
     deepest = max(e["horizon"] for e in effects)
     mine = [e for e in effects if e["predictor"] == predictor and e["horizon"] == deepest]
-    told = "; ".join(f"{e['variation']} {results.effect_text(e, 'points')}, {_seeds(e)}" for e in mine)
+    told = "; ".join(f"{e['variation']} {_moved(e, 'points')}, {_seeds(e)}" for e in mine)
     begun = next((e["variation"] for e in mine if e["ci95"] is not None and e["ci95"][0] > 0), None)
     if all(e["ci95"] is None for e in mine):
         verdict = "a single seed of each has no interval to tell where it begins"

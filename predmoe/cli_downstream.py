@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from . import arguments
-from .cli_traces import _told
+from .cli_traces import _told, may_write
 from .config import EVAL_TASKS, ConfigError, DownstreamConfig
 
 
@@ -26,17 +25,16 @@ def add(commands) -> None:
 def _evaluate(options) -> int:
     from . import downstream, downstream_tasks, measure_downstream
 
-    if options.json and not options.json.parent.is_dir():   # before the work, not after it
-        raise ConfigError(f"{options.json.parent}: no such folder to write {options.json.name} in")
+    may_write(options.json)   # before the work, not after it
     wanted = DownstreamConfig(tasks=tuple(options.tasks), items=options.items, cloze=0, hub=options.hub)
     lacking = downstream_tasks.missing(wanted.tasks, hub=wanted.hub)
     if len(lacking) == len(wanted.tasks):
         raise ConfigError(f"no task can be run: {next(iter(lacking.values()))}")
     lm = downstream.load(options.model, tokenizer=options.tokenizer, device=options.device)
     here = DownstreamConfig(tasks=tuple(task for task in wanted.tasks if task not in lacking), items=options.items, cloze=0, hub=options.hub)
-    found = {}
-    print(f"{'task':<15} {'items':>6} {'chance':>7} {'accuracy':>16} {'normalised':>16} {'gold answer (nats)':>20}")
-    for name, task in downstream_tasks.load(here, None).items():
+    found, tasks = {}, downstream_tasks.load(here, None)   # damaged items are told before anything is printed
+    print(f"{'task':<15} {'items':>6} {'chance':>7} {'accuracy':>16} {'normalised':>16} {'gold answer (nats)':>20}", flush=True)
+    for name, task in tasks.items():
         kept, total = measure_downstream.fitting(lm, task), len(task.eval_docs)
         if not kept:
             lacking[name] = "every item has an answer longer than the model's context"

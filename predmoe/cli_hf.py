@@ -66,7 +66,7 @@ def _probe(options) -> int:
     config = ProbeConfig(horizons=tuple(options.horizon) if options.horizon else None, context=options.context,
                          data=DataConfig(corpus=options.corpus, heldout_tokens=options.heldout_tokens, dev_tokens=options.dev_tokens),
                          fit=PosthocConfig(tokens=options.tokens, batch_tokens=options.batch_tokens, max_steps=options.max_steps, seed=options.seed,
-                                           eval_every=min(PosthocConfig.eval_every, options.max_steps)),
+                                           eval_every=max(1, min(PosthocConfig.eval_every, options.max_steps))),
                          memory=int(options.memory_mb * 1e6), scratch=str(options.scratch) if options.scratch else None)  # fmt: skip
     say = (lambda line: None) if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
     backbone = load(options.model, dtype=options.dtype or "auto", device=options.device or "cpu")

@@ -106,7 +106,7 @@ class Model(Protocol):
     branches: bool
 
     def states(self, trees: Sequence[Tree]) -> Tensor:
-        """(n, D): the states of the trees' tokens, one tree after another."""
+        """(n, D): the states of the trees' tokens, one tree after another. Raises ConfigError where a router's scores are NaN."""
 
     def logits(self, states_nD: Tensor) -> Tensor:
         """(n, V) float32."""
@@ -128,7 +128,12 @@ class Whole:
         device = self.model.device
         position_RT, seen_RTT = map(np.stack, zip(*(tree.seen(size) for tree in trees)))
         tree = torch.from_numpy(position_RT).to(device), torch.from_numpy(seen_RTT).unsqueeze(1).to(device)
-        hidden_RTD, _ = self.model.body(torch.from_numpy(tokens_RT).to(device), tree)
+        try:
+            hidden_RTD, _ = self.model.body(torch.from_numpy(tokens_RT).to(device), tree)
+        except ValueError as error:
+            if "NaN" not in str(error):
+                raise
+            raise ConfigError(f"the model cannot be scored: {error}; its weights are damaged, or it diverged in training") from None
         return torch.cat([hidden[: len(tree.tokens)] for hidden, tree in zip(hidden_RTD, trees)])
 
     def logits(self, states_nD: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 from .plots import _legend, _looks, _point, _styled, shares
 
 CHANCE = dict(color="#B03A2E", linestyle=(0, (4, 2)), linewidth=1)
+LEAST = 2.0   # points that a panel spans at least: of models that all answer nothing rightly its scale would mean nothing
 
 
 @_styled
@@ -32,6 +33,8 @@ def levels(table: pd.DataFrame, *, columns: int = 4) -> Figure:
         ax.set(xticks=range(len(shown)), xticklabels=["plain", "normalised"][: len(shown)], xlim=(-0.6, len(shown) - 0.4))
         ax.margins(y=0.2)
         shares(ax, whole=100.0)
+        low, high = ax.get_ylim()
+        ax.set_ylim(low, max(high, low + LEAST))
     for ax in list(axes.flat)[len(tasks) :]:
         ax.set_visible(False)
     for ax in axes[:, 0]:

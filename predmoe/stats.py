@@ -191,9 +191,11 @@ def verdict_absent(effects: Sequence[Effect], margin: float) -> Verdict:
     inside = [max(abs(end) for end in effect.ci95) <= margin for effect in effects]
     if all(inside):
         return Verdict(REPLICATED, f"every interval lies within {_amount(margin, effects)} of zero")
-    present = [e.name for e, ok in zip(effects, inside) if not ok and (_excludes_zero(e, 1) or _excludes_zero(e, -1))]
+    present = [e for e, ok in zip(effects, inside) if not ok and (_excludes_zero(e, 1) or _excludes_zero(e, -1))]
     if present:
-        return Verdict(NOT_REPLICATED, f"an effect that may exceed {_amount(margin, effects)} is there: " + "; ".join(present))
+        sides = {"an increase" if e.mean > 0 else "a decrease" for e in present}
+        way = sides.pop() if len(sides) == 1 else "an increase and a decrease"
+        return Verdict(NOT_REPLICATED, f"{way} that may exceed {_amount(margin, effects)} is there: " + "; ".join(e.name for e in present))
     return Verdict(PARTLY, f"an interval reaches beyond {_amount(margin, effects)}, but none that does excludes zero")
 
 

@@ -71,7 +71,7 @@ def test_where_transfer_begins_is_said_by_the_first_interval_above_zero(without,
     said = [next(f for f in found["13_olmoe_dose"]["findings"] if f.startswith("Joint against baseline under the ranking MLP")) for found in (without, with_transfer)]
     assert said[0].endswith("the first of these with an interval above zero is: last half of the blocks; of one seed, and so without an interval, is pretraining.")
     assert said[1].endswith("the first of these with an interval above zero is: LoRA; of one seed, and so without an interval, is pretraining.")
-    assert "pretraining" in said[0] and "a single seed, exploratory" in said[0]
+    assert "pretraining" in said[0] and "a single seed, exploratory" in said[0] and "(single seed)" not in said[0]
     none = {"horizon": 4, "predictor": "ranking", "variation": "LoRA", "mean": 0.0, "ci95": [-0.01, 0.01], "n": 3}
     assert boundary.say_boundary([none], "ranking").endswith("no interval of these lies above zero.")
     assert boundary.say_boundary([none | {"ci95": None, "n": 1}], "ranking").endswith("a single seed of each has no interval to tell where it begins.")

@@ -207,3 +207,11 @@ def test_a_tokenizer_file_serves_as_well(checkpoint, lm, tmp_path):
     transformers_tokenizer(TOKENIZER).backend_tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
     fast = load(tmp_path / "model")
     assert np.allclose([ll for ll, _ in fast.loglikelihood(asked(PAIRS), disable_tqdm=True)], [ll for ll, _ in lm.loglikelihood(asked(PAIRS), disable_tqdm=True)], atol=2e-4)
+
+
+def test_a_router_of_nan_is_a_sentence():
+    model = MoEModel(SHAPE).initialise(0)
+    router = next(parameter for name, parameter in model.named_parameters() if parameter.shape == (SHAPE.num_experts, SHAPE.hidden_size))
+    router.data[1] = float("nan")
+    with pytest.raises(ConfigError, match="the model cannot be scored: router scores of token 0 are NaN: no expert can be chosen; its weights are damaged"):
+        Whole(model).states(plant([([1, 2], [3])], 24, share=True))

@@ -120,6 +120,7 @@ def test_the_figure_has_a_panel_per_task_and_a_line_of_chance():
     shown = [ax for ax in figure.axes if ax.get_visible()]
     assert [ax.get_title(loc="left") for ax in shown] == list(downstream_study.TITLES.values()) and cut_off(figure) == []
     assert "chance" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert all(np.ptp(ax.get_ylim()) >= plots_downstream.LEAST for ax in plots_downstream.levels(downstream_study.scores([row(arm, 0, better=-1.0) for arm in ("baseline", "joint")])).axes if ax.get_visible())
     for ax, task in zip(shown, downstream_study.TITLES):
         assert any(list(line.get_ydata()) == [100 * downstream("baseline", 0)["tasks"][task]["chance"]] * 2 for line in ax.lines)
 

@@ -301,6 +301,7 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (["probe", "--model", folder, "--context", "64"], f"context=64 exceeds the model's, which is {CONTEXT} tokens"),
         (["probe", "--model", folder, "--tokenizer", "bpe8k"], "the tokenizer bpe8k has 8,192 ids"),
         (["probe", "--model", folder, "--memory-mb", "0.1"], "a budget of 0.1 MB does not hold one batch"),
+        (["probe", "--model", folder, "--max-steps", "0"], "max_steps=0 must be at least 1"),
         (["probe", "--model", folder, "--json", tmp_path / "no" / "x.json"], "no such folder to write x.json in"),
     ]
     for arguments, message in cases:
