@@ -48,7 +48,7 @@ def test_a_section_that_is_no_mapping_is_refused():
     "section, change, words",
     [
         ("objective", {"lambda_predd": 0.3}, ("lambda_predd", "ObjectiveConfig", "lambda_pred,")),
-        ("objective", {"lambda_pred": "3e-1"}, ("lambda_pred='3e-1'", "is str, not float", "3.0e-4")),
+        ("objective", {"lambda_pred": "3e-1"}, ("lambda_pred='3e-1'", "is str, not float", "YAML reads 3e-1 as text: write 3.0e-1")),
         ("objective", {"lambda_pred": True}, ("lambda_pred=True", "is bool, not float")),
         ("objective", {"lambda_pred": None}, ("lambda_pred=None", "not float")),
         ("objective", {"lambda_pred": -0.1}, ("lambda_pred=-0.1", "at least 0")),

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predmoe import execute, paths
+from predmoe import execute, paths, strict
 from predmoe.config import ConfigError
 
 PARAMETERS = """\
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_notebook_is_named(tmp_path):
         ("lambda_predd: 0.3", "no parameter 'lambda_predd'; did you mean lambda_pred\\? its parameters cell has profile, lambda_pred, seeds,"),
         ("zzz: 1", "no parameter 'zzz'; its parameters cell has"),
         ("lambda_pred: 3e-1", "lambda_pred='3e-1' is str, not float like its default 0.3; YAML reads 3e-1 as text: write 3.0e-1, without quotes"),
-        ("lambda_pred: '0.3'", "write 0.3, without quotes"),
+        ("lambda_pred: '0.3'", "it was given in quotes: write 0.3 without them"),
         ("lambda_pred: 'inf'", "lambda_pred='inf' is str, not float like its default 0.3$"),
         ("steps: '200'", "steps='200' is str, not int like its default 100; it was given in quotes: write 200 without them"),
         ("lambda_pred: high", "lambda_pred='high' is str, not float like its default 0.3$"),
@@ -140,7 +140,7 @@ def test_changes_to_a_section_of_the_configuration_pass_without_a_word(house, re
 
 @given(st.sampled_from(["3e-1", "1e5", "2E+3", "1e10", "-4e-2", "0.3", "1.5e3", "+7e1"]) | st.floats(allow_nan=False, allow_infinity=False).map(repr))
 def test_the_advised_spelling_is_a_number_to_yaml(text):
-    advised = execute._number(text, float).split("write ")[1].removesuffix(", without quotes")
+    advised = strict.number_hint(text, float).split("write ")[1].removesuffix(", without quotes").removesuffix(" without them")
     assert yaml.safe_load(advised) == float(text)
 
 
