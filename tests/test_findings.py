@@ -88,9 +88,9 @@ def test_doses_and_what_is_said_of_them_by_hand():
     for row in arms:
         row["load_entropy"] = 0.36 if row["arm"] == "both 1" else 0.9
     first, second = findings.say_doses(table, experiments.gates(arms))
-    assert first == ("Gradient input: the gain in hit@k at h = 4 is +1.0 at 0.1, +4.0 at 1 points; it rises in 1 of 1 steps of the weight; "
-                     "the arm FAILS the quality gate at 1 (validation loss +2.0%) (means of 2 seeds).")  # fmt: skip
-    assert "the arm FAILS the quality gate at 1 (load entropy 0.40 times the baseline's) (a single seed, exploratory)" in second
+    assert first == ("Gradient input: the gain in hit@k at h = 4 is +1.0 points at lambda 0.1, +4.0 at 1; it rises in 1 of 1 steps of the weight; "
+                     "the arm FAILS the quality gate at lambda 1 (validation loss +2.0%) (means of 2 seeds).")  # fmt: skip
+    assert "the arm FAILS the quality gate at lambda 1 (load entropy 0.40 times the baseline's) (a single seed, exploratory)" in second
     assert "passes the quality gate at every weight" in findings.say_doses(table[table.dose < 1], experiments.gates(arms))[0]
 
 
