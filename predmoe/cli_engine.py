@@ -27,7 +27,7 @@ def add(commands) -> None:
     command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="predictors: linear=FILE ranking=FILE (default: those beside the checkpoint)")
     command.add_argument("--tokenizer", help="bpe8k, gpt2, or tokenizer.json: the checkpoint's own (default: the run's, or the checkpoint's own where it has one)")
     command.add_argument("--name", help="the model's name, kept in the export and in its traces (default: the folder's)")
-    command.set_defaults(command=_told(_export), again="nothing was written, and the same command begins anew")
+    command.set_defaults(command=_told(_export), again="what is not whole is removed, and the same command begins anew")
 
     command = commands.add_parser("generate", help="go on with a prompt, experts read from disk")
     command.add_argument("--model", type=Path, required=True, help="a folder that `predmoe export` wrote")

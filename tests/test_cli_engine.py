@@ -165,7 +165,7 @@ def test_an_export_that_is_stopped_says_what_is_true_of_it(tmp_path, monkeypatch
 
     monkeypatch.setattr("predmoe.engine.export._write_experts", stopped)
     assert cli.main(["export", str(house().root / "checkpoint"), str(tmp_path / "out")]) == 130
-    assert capsys.readouterr().err.endswith("predmoe: interrupted; nothing was written, and the same command begins anew\n") and not list(tmp_path.iterdir())
+    assert capsys.readouterr().err.endswith("predmoe: interrupted; what is not whole is removed, and the same command begins anew\n") and not list(tmp_path.iterdir())
 
 
 def test_kernels_are_compiled_by_a_child_before_any_clock_and_said_to_be(monkeypatch, capsys):
