@@ -85,24 +85,24 @@ def entry_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from zip(expert_entries(layer, expert), ((F, D), (F, D), (D, F)))
 
 
-def check_entries(names: Iterable[str] | Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:
-    """Raise a ConfigError that names a missing or surplus entry, unless `names` are those of an OLMoE checkpoint of this shape; of a mapping, name -> shape
-    of its tensor, also one of another shape."""
-    held = names if isinstance(names, Mapping) else dict.fromkeys(names)
-    known = set()
+def check_entries(names: Iterable[str], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    """Raise a ConfigError that names a missing or surplus entry, unless `names` are those of an OLMoE checkpoint of this shape; with the tensors' `shapes` by
+    name, also one of another shape."""
+    held, expected = set(names), {}
     for name, shape in entry_shapes(config):   # ends at the first that is missing, however many `config` claims
         if name not in held:
             raise ConfigError(f"the checkpoint has no {name}: it is not an OLMoE checkpoint of {config.num_layers} layers and {config.num_experts} experts")
-        if held[name] is not None and tuple(held[name]) != shape:
-            raise ConfigError(f"{name} is {tuple(held[name])}, config.json says {shape}")
-        known.add(name)
-    if surplus := sorted(set(held) - known):
+        expected[name] = shape
+    if surplus := sorted(held - set(expected)):
         raise ConfigError(f"the checkpoint has {surplus[0]}, which a model of {config.num_layers} layers and {config.num_experts} experts has not")
+    for name, shape in expected.items() if shapes is not None else ():
+        if tuple(shapes[name]) != shape:
+            raise ConfigError(f"{name} is {tuple(shapes[name])}, config.json says {shape}")
 
 
 def from_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """The inverse of `to_olmoe`; a missing or surplus entry, or one of another shape, is a ConfigError that names it."""
-    check_entries({name: tuple(tensor.shape) for name, tensor in state.items()}, config)
+    check_entries(state, config, {name: tensor.shape for name, tensor in state.items()})
     out = {ours: state[entries[0]] if len(entries) == 1 else torch.cat([state[name] for name in entries]) for ours, entries in dense_entries(config).items()}
     for i in range(config.num_layers):
         gates, ups, downs = zip(*([state[name] for name in expert_entries(i, e)] for e in range(config.num_experts)))

@@ -59,7 +59,7 @@ class Checkpoint:
             except SafetensorError as error:
                 raise ConfigError(f"{file} is damaged: {error}") from None
         try:
-            check_entries(shapes, self.config)
+            check_entries(shapes, self.config, shapes)
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
 
