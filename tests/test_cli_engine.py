@@ -163,7 +163,7 @@ def test_an_export_that_is_stopped_says_what_is_true_of_it(tmp_path, monkeypatch
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("predmoe.engine.export._write_experts", stopped)
+    monkeypatch.setattr(sys.modules["predmoe.engine.export"], "_write_experts", stopped)   # the package has a function of the module's name
     assert cli.main(["export", str(house().root / "checkpoint"), str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err.endswith("predmoe: interrupted; what is not whole is removed, and the same command begins anew\n") and not list(tmp_path.iterdir())
 
