@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -45,10 +46,13 @@ def dense_entries(config: ModelConfig) -> dict[str, list[str]]:
     """Our name of each tensor outside the experts -> the checkpoint's entries that it is made of, joined along their rows."""
     out = {ours: [theirs] for ours, theirs in _TOP.items()}
     for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        out |= {ours + a: [theirs + b] for a, b in _PLAIN.items()}
-        out[ours + "attention.qkv.weight"] = [f"{theirs}self_attn.{n}_proj.weight" for n in "qkv"]
+        out |= _layer_entries(i)
     return out
+
+
+def _layer_entries(layer: int) -> dict[str, list[str]]:
+    ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+    return {ours + a: [theirs + b] for a, b in _PLAIN.items()} | {ours + "attention.qkv.weight": [f"{theirs}self_attn.{n}_proj.weight" for n in "qkv"]}
 
 
 def expert_entries(layer: int, expert: int) -> tuple[str, str, str]:
@@ -56,19 +60,49 @@ def expert_entries(layer: int, expert: int) -> tuple[str, str, str]:
     return tuple(f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
-def check_entries(names, config: ModelConfig) -> None:
-    """Raise a ConfigError that names a missing or surplus entry, unless `names` are those of an OLMoE checkpoint of this shape."""
-    known = {name for entries in dense_entries(config).values() for name in entries}
-    known |= {name for i in range(config.num_layers) for e in range(config.num_experts) for name in expert_entries(i, e)}
-    if missing := sorted(known - set(names)):
-        raise ConfigError(f"the checkpoint has no {missing[0]}: it is not an OLMoE checkpoint of {config.num_layers} layers and {config.num_experts} experts")
-    if surplus := sorted(set(names) - known):
+def _dense_shape(ours: str, config: ModelConfig) -> tuple[int, ...]:
+    """Of each of the checkpoint's entries that `ours` is made of."""
+    V, D, E = config.vocab_size, config.hidden_size, config.num_experts
+    kind = ours.split(".", 2)[-1] if ours.startswith("layers.") else ours
+    return {"embed.weight": (V, D), "head.weight": (V, D), "router.weight": (E, D), "attention.qkv.weight": (D, D), "attention.out.weight": (D, D)}.get(kind, (D,))
+
+
+def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Our name of each tensor outside the experts -> its shape."""
+    found = {ours: (len(entries), _dense_shape(ours, config)) for ours, entries in dense_entries(config).items()}
+    return {ours: (count * rows, *rest) for ours, (count, (rows, *rest)) in found.items()}
+
+
+def entry_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every entry of an OLMoE checkpoint of this shape with its tensor's shape, one after another: a damaged config.json claims more than fits in memory."""
+    D, F = config.hidden_size, config.expert_size
+    for ours, theirs in _TOP.items():
+        yield theirs, _dense_shape(ours, config)
+    for layer in range(config.num_layers):
+        for ours, entries in _layer_entries(layer).items():
+            yield from ((name, _dense_shape(ours, config)) for name in entries)
+        for expert in range(config.num_experts):
+            yield from zip(expert_entries(layer, expert), ((F, D), (F, D), (D, F)))
+
+
+def check_entries(names: Iterable[str], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+    """Raise a ConfigError that names a missing or surplus entry, unless `names` are those of an OLMoE checkpoint of this shape; with the tensors' `shapes` by
+    name, also one of another shape."""
+    held, expected = set(names), {}
+    for name, shape in entry_shapes(config):   # ends at the first that is missing, however many `config` claims
+        if name not in held:
+            raise ConfigError(f"the checkpoint has no {name}: it is not an OLMoE checkpoint of {config.num_layers} layers and {config.num_experts} experts")
+        expected[name] = shape
+    if surplus := sorted(held - set(expected)):
         raise ConfigError(f"the checkpoint has {surplus[0]}, which a model of {config.num_layers} layers and {config.num_experts} experts has not")
+    for name, shape in expected.items() if shapes is not None else ():
+        if tuple(shapes[name]) != shape:
+            raise ConfigError(f"{name} is {tuple(shapes[name])}, config.json says {shape}")
 
 
 def from_olmoe(state: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `to_olmoe`; a missing or surplus entry is a ConfigError that names it."""
-    check_entries(state, config)
+    """The inverse of `to_olmoe`; a missing or surplus entry, or one of another shape, is a ConfigError that names it."""
+    check_entries(state, config, {name: tensor.shape for name, tensor in state.items()})
     out = {ours: state[entries[0]] if len(entries) == 1 else torch.cat([state[name] for name in entries]) for ours, entries in dense_entries(config).items()}
     for i in range(config.num_layers):
         gates, ups, downs = zip(*([state[name] for name in expert_entries(i, e)] for e in range(config.num_experts)))
@@ -217,10 +251,10 @@ def load_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> 
             state |= load_file(file)
         except SafetensorError as error:
             raise ConfigError(f"{file} is damaged: {error}") from None
+    try:
+        ours = {name: tensor.float() for name, tensor in from_olmoe(state, config).items()}   # before a model is made: config.json may claim any size
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
     model = MoEModel(config)
-    ours = {name: tensor.float() for name, tensor in from_olmoe(state, config).items()}
-    for name, parameter in model.state_dict().items():
-        if ours[name].shape != parameter.shape:
-            raise ConfigError(f"{folder}: {name} is {tuple(ours[name].shape)}, config.json says {tuple(parameter.shape)}")
     model.load_state_dict(ours)
     return model

@@ -4,6 +4,7 @@ in `cli_engine`, `probe` in `cli_hf`, `evaluate` in `cli_downstream`. What a per
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import errno
 import os
@@ -23,6 +24,9 @@ UNUSABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT,
 
 
 AGAIN_SECONDS = 10.0   # longer than it takes to end children and to clean up
+
+
+GOES_ON, ANEW = "the same command goes on where this one stopped", "the same command begins anew"   # what is true of a command that was stopped
 
 
 class Stopped(KeyboardInterrupt):
@@ -61,6 +65,23 @@ def _stopping() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted, 143 terminated (129: its terminal closed)."""
+    code = _run(arguments)
+    if arguments is None and code > 128:   # as a program: whoever stops it waits for it
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End the process after its cleaning up, without taking the interpreter apart: with torch and numba in it that takes most of a second of a core, and many on a busy machine."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):   # closed
+            stream.flush()
+    os._exit(code)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = argparse.Namespace(again=ANEW)
     try:
         options = _parser().parse_args(arguments)
         variables.check()
@@ -78,9 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(f"no space left for {error.filename or 'a file'}; free some and run the same command again, what is finished is kept", 2)
     except Stopped as stopped:
         number = signal.Signals(stopped.args[0])
-        return _say(f"stopped by {number.name}; the last checkpoint and all that is finished are kept, and the same command goes on from there", 128 + number)
+        kept = "the last checkpoint and all that is finished are kept, and the same command goes on from there"
+        return _say(f"stopped by {number.name}; {kept if options.again == GOES_ON else options.again}", 128 + number)
     except KeyboardInterrupt:
-        return _say("interrupted; the same command goes on where this one stopped", 130)
+        return _say(f"interrupted; {options.again}", 130)
 
 
 def _say(sentence: str, code: int) -> int:
@@ -90,6 +112,7 @@ def _say(sentence: str, code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = kinds.Parser(prog="predmoe", description="Train mixtures of experts whose activations are predictable, and report what that is worth.")
+    parser.set_defaults(again=ANEW)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("report", help="run the notebooks of a profile and write its HTML report")
@@ -97,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number: 02_horizons or 02")
     command.add_argument("--force", action="store_true", help="run notebooks that are up to date as well")
     command.add_argument("--verbose", action="store_true", help="show what the notebooks print while they run")
-    command.set_defaults(command=_report)
+    command.set_defaults(command=_report, again=GOES_ON)
 
     command = commands.add_parser("plan", help="print the runs that a profile's notebooks need: done, to be measured, missing, and the time left")
     command.add_argument("--profile", default="cpu", help="smoke, or a name that params/*/NAME.yaml has (default: cpu)")
@@ -107,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--worker", action="store_true", help="with --run: claim one run after the other from a store that other machines work on too ($PREDMOE_STORE)")
     command.add_argument("--nproc", type=int, default=1, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
     command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
-    command.set_defaults(command=_plan)
+    command.set_defaults(command=_plan, again=GOES_ON)
 
     command = commands.add_parser("train", help="train one model and print its folder")
     command.add_argument("--tier", default="smoke", help=f"one of {', '.join(config.TIERS)} (default: smoke)")
@@ -117,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--store", type=kinds.folder, help="the run store's folder (default: the one of the tier's profile)")
     command.add_argument("--nproc", type=int, default=1, help="processes that share the run, on GPUs one per GPU (default: 1)")
     command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
-    command.set_defaults(command=_train)
+    command.set_defaults(command=_train, again=GOES_ON)
 
     command = commands.add_parser("gpu-report", help="tier A on one GPU without a network, some minutes at a time; each call goes on where the last stopped")
     command.add_argument("--out", type=kinds.folder, required=True, help="the folder of everything: runs, traces, throughput, report.md")
@@ -129,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--no-peers", action="store_true", help="leave transformers out of the table of throughput")
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
                          help="change the tier, as in `predmoe train`; posthoc.FIELD changes the predictors' fit")  # fmt: skip
-    command.set_defaults(command=_gpu_report)
+    command.set_defaults(command=_gpu_report, again=GOES_ON)
 
     command = commands.add_parser("explore", help="open the explorer in JupyterLab: sliders over cache, disk and prefetch, each position simulated by a kernel")
     command.add_argument("--port", type=int, default=8888, help="port of the server; the next free one where it is taken (default: 8888)")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 from . import arguments
 from .cli_traces import _horizon, _told, _whole_numbers, may_write
 from .config import SEEDS, ConfigError, within
+
+
+NEW_TOKENS = 64
+THREADS_PER_CORE = 4   # beyond that they only wait for one another
 
 
 def add(commands) -> None:
@@ -20,16 +26,16 @@ def add(commands) -> None:
     command.add_argument("out", type=arguments.path, help="the folder to write, which must not exist")
     command.add_argument("--dtype", default="bf16", help="of the experts: bf16, float32 or int8 (weights alone, a scale per output row; default: bf16)")
     command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="predictors: linear=FILE ranking=FILE (default: those beside the checkpoint)")
-    command.add_argument("--tokenizer", help="bpe8k or gpt2 (default: the run's own, or the checkpoint's tokenizer.json)")
+    command.add_argument("--tokenizer", help="bpe8k, gpt2, or tokenizer.json: the checkpoint's own (default: the run's, or the checkpoint's own where it has one)")
     command.add_argument("--name", help="the model's name, kept in the export and in its traces (default: the folder's)")
-    command.set_defaults(command=_told(_export))
+    command.set_defaults(command=_told(_export), again="what is not whole is removed, and the same command begins anew")
 
     command = commands.add_parser("generate", help="go on with a prompt, experts read from disk")
     command.add_argument("--model", type=arguments.path, required=True, help="a folder that `predmoe export` wrote")
     prompts = command.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="text to go on with; several are one batch")
     prompts.add_argument("--prompt-ids", nargs="+", type=_ids, metavar="N,N,...", help="the same as token ids")
-    command.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: 64)")
+    command.add_argument("--max-new-tokens", type=int, metavar="N", help=f"(default: {NEW_TOKENS}, or what the prompt leaves of the context)")
     command.add_argument("--temperature", type=arguments.number(0), default=0.0, help="0: the likeliest token (default: 0)")
     command.add_argument("--seed", type=int, default=0, help="of the drawing (default: 0)")
     command.add_argument("--no-stop", action="store_true", help="go on after an end-of-text token")
@@ -50,7 +56,7 @@ def add(commands) -> None:
     disk = command.add_argument_group("disk")
     disk.add_argument("--lanes", type=int, default=4, metavar="N", help="reads at a time (default: 4)")
     disk.add_argument("--buffered", action="store_true", help="read through the page cache")
-    disk.add_argument("--verify", default="first", help="checksums: first (each expert's first read), always, never (default: first)")
+    disk.add_argument("--verify", default="first", help="checksums: first (each expert's first read, and the other files), always (each read), never (default: first)")
     command.add_argument("--threads", type=int, metavar="N", help="of the computation (default: torch's)")
     command.add_argument("--record", type=arguments.path, metavar="TRACE", help="write the routing, with every predictor's guesses, as a trace")
     command.add_argument("--json", type=arguments.path, help="write the summary")
@@ -85,10 +91,14 @@ def _generate(options) -> int:
     import torch
 
     from .engine import Engine, EngineError, load_manifest
+    from .engine.cache import MOST_LANES
     from .engine.text import Text
     from .simulator import Cache, Prefetch
 
     within("--seed", options.seed, *SEEDS)
+    within("--lanes", options.lanes, 1, MOST_LANES)
+    if options.threads is not None:
+        within("--threads", options.threads, 1, THREADS_PER_CORE * (os.cpu_count() or 1))
     own = [path for path in Path(options.model).glob("*") if path.is_file()]   # the model itself is not to be written over
     may_write(options.record, options.json, but=[*own, *([options.future] if options.future else [])])
     manifest = load_manifest(options.model)
@@ -98,13 +108,14 @@ def _generate(options) -> int:
     if options.prefetch != "none":
         ahead = Prefetch(source=options.prefetch, horizon=options.horizon, budget=options.budget, threshold=options.threshold, guard=options.guard, expire=options.expire, cancel=options.cancel)
     if options.threads is not None:
-        if options.threads < 1:
-            raise ConfigError(f"--threads {options.threads}: at least one")
         torch.set_num_threads(options.threads)
+    if options.max_new_tokens is None:
+        options.max_new_tokens = max(1, min(NEW_TOKENS, manifest.model.context - max(map(len, prompts))))
     cache = Cache(slots=_slots(options, manifest), policy=options.policy, scope=options.scope, pinned=options.pinned)
     shallow = lambda horizons: tuple(h for h in horizons if h < manifest.model.num_layers)  # noqa: E731
     record = {"next_router": shallow((1, 2, 4)), **manifest.heads} if options.record else None
     future = _load_future(options.future)
+    _compile(manifest)
     engine = Engine(options.model, cache=cache, prefetch=ahead, lanes=options.lanes, direct=not options.buffered, verify=options.verify, future=future, record=record,
                     announce=lambda line: print(f"predmoe: {line}", file=sys.stderr))  # fmt: skip
     code = 0
@@ -127,6 +138,19 @@ def _generate(options) -> int:
 
             traces.save(engine.trace(source=f"{len(prompts)} prompts at temperature {options.temperature:g}, seed {options.seed}"), options.record)
     return code
+
+
+def _compile(manifest) -> None:
+    """What is compiled once per machine, by a child process: the compiler, in this one, would not hear of Ctrl-C for seconds."""
+    from .engine.decode import COMPILING, fits
+    from .engine.loop import kernels_of
+    from .engine.table import ready
+
+    if not ready(kernels_of(fits(manifest))):
+        print(f"predmoe: {COMPILING}", file=sys.stderr)
+        program = f"from predmoe.engine import loop, table; table.prepare(loop.kernels_of({fits(manifest)}))"
+        # of a session of its own: of what a terminal says only this process hears, and ends it. Where it fails, the engine compiles, or says why it cannot.
+        subprocess.run([sys.executable, "-c", program], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def _load_future(path: Path | None):

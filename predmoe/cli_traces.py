@@ -59,7 +59,7 @@ def add(commands) -> None:
     command.add_argument("--predictors", nargs="+", help="linear, ranking, next_router, cotrained, token_id, static (default: the first three)")
     command.add_argument("--out", type=arguments.path, help="the trace's file (default: outputs/PROFILE/traces/ARM.trace.safetensors)")
     cli_hf.add_recording(command)
-    command.set_defaults(command=_told(_record))
+    command.set_defaults(command=_told(_record), again="the same command begins anew, but for what it has trained")
 
     _add_simulate(commands)
 

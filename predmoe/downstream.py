@@ -340,10 +340,15 @@ def load(folder: str | Path, *, tokenizer: str | None = None, device: str = "cpu
 def _open(folder: Path, tokenizer: str | None, device: str) -> tuple[Model, Words]:
     if (folder / "manifest.json").is_file():
         from predmoe.engine import load_manifest
+        from predmoe.engine.layout import check_file
 
         if device != "cpu":
             raise ConfigError(f"device={device!r}: the engine computes on the CPU; score the checkpoint itself, or take device='cpu'")
-        words = words_of(tokenizer or load_manifest(folder).tokenizer, folder)
+        manifest = load_manifest(folder)
+        name = tokenizer or manifest.tokenizer
+        if name in manifest.files:   # the one that came with the export
+            check_file(folder, manifest, name)
+        words = words_of(name, folder)
         return Exported(folder), words
     if (folder / "checkpoint" / "config.json").is_file():   # a run of the store
         folder = folder / "checkpoint"

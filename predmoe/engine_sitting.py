@@ -1,9 +1,9 @@
 """What 11_engine has measured, kept: timings need the trained weights and a machine that does nothing else, so what a sitting measured outlives both.
 
     outputs/PROFILE/engine/KEY/     asked.json, and for each stage its tables (CSV), for the race its traces and machine.json as well, and STAGE.json (when,
-                                    where, by which code, and a hash of each file), written last: a stage without it is measured again
+                                    where, by which code, of which weights, and a hash of each file), written last: a stage without it is measured again
 
-KEY is of all that was asked for. What the tables say, and what the simulator says of the same traces, is computed from them each time.
+KEY is of all that was asked for: it names runs. A run that has since been trained to other bits makes the stages that measured it void, which is said. What the tables say, and what the simulator says of the same traces, is computed from them each time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from . import engine_study as study, paths, peers as contenders, provenance, run
 from .config import ConfigError, PosthocConfig, RunConfig
 from .engine_study import Machine
 from .files import read_json, write_json
+from .finished import ended_with
 from .simulator import Compute, Disk
 from .traces.schema import Trace, load, save
 
@@ -74,18 +75,18 @@ class Sitting:
     def exactness(self) -> pd.DataFrame:
         """`engine_study.exactness` of the first model."""
         a = self.asked
-        return self._stage("exactness", lambda: {"exactness": study.exactness(
+        return self._stage("exactness", [self._first], lambda: {"exactness": study.exactness(
             study.model_of(self._first, self.profile), self._exports[self._key(0)], self._prompts[0], a.generation, policies=a.exact_policies, shares=a.shares,
             sources=[source for source in a.sources[a.pairs[0][0]] if source != study.DEMAND], horizons=a.exact_horizons)})["exactness"]  # fmt: skip
 
     def rounding(self) -> pd.DataFrame:
         """`engine_study.rounding` of the first model."""
-        return self._stage("rounding", lambda: {"rounding": study.rounding(self._first, self.profile, ["float32", "bf16", "int8"])})["rounding"]
+        return self._stage("rounding", [self._first], lambda: {"rounding": study.rounding(self._first, self.profile, ["float32", "bf16", "int8"])})["rounding"]
 
     def race(self) -> tuple[pd.DataFrame, Machine, dict[tuple[str, int], Trace]]:
         """`engine_study.race`, the machine measured in turns with it, and the traces of what every cell of a model did."""
         traces = [self._trace(*self._key(i)).name for i in range(len(self.asked.pairs))]
-        rows = self._stage("race", self._race, also=["machine.json", *traces])["race"]
+        rows = self._stage("race", [run for _, run in self.asked.pairs], self._race, also=["machine.json", *traces])["race"]
         machine = read_json(self.folder / "machine.json")
         times = {source: (Compute(**_tuples(compute)), ms) for source, (compute, ms) in machine["times"].items()}
         found = Machine(disk=Disk(**_tuples(machine["disk"])), times=times, table=_read(self.folder / "disk.csv"), gb_per_s=machine["gb_per_s"])
@@ -107,7 +108,7 @@ class Sitting:
     def peers(self) -> pd.DataFrame:
         """`peers.compare` of the first model, whose prompts are the first four."""
         a = self.asked
-        return self._stage("peers", lambda: {"peers": contenders.compare(
+        return self._stage("peers", [self._first], lambda: {"peers": contenders.compare(
             a.peers, runs.default_store(self.profile) / self._first.hash / "checkpoint", self._exports[self._key(0)], self._prompts[0][:4], new_tokens=a.peer_tokens,
             share=0.25, threads=a.threads, lanes=a.generation.lanes, rounds=a.peer_rounds, memory_mb=a.peers_memory_mb)})["peers"].astype(contenders.TYPES)  # fmt: skip
 
@@ -151,25 +152,34 @@ class Sitting:
     def _prompts(self) -> tuple[list[list[int]], str]:
         return study.held_out_prompts(self._first, per_domain=self.asked.per_domain, tokens=self.asked.prompt)
 
-    def _stage(self, stage: str, measure: Callable[[], dict[str, pd.DataFrame]], also: Sequence[str] = ()) -> dict[str, pd.DataFrame]:
-        """The tables of a stage from `folder`, measured and kept there first where they are not. `also`: other files that `measure` writes.
+    def _stage(self, stage: str, models: Sequence[RunConfig], measure: Callable[[], dict[str, pd.DataFrame]], also: Sequence[str] = ()) -> dict[str, pd.DataFrame]:
+        """The tables of a stage from `folder`, measured and kept there first where they are not. `models`: the runs whose weights it takes. `also`: other files that `measure` writes.
 
-        Raises ConfigError where a file is not the one that was measured.
+        Raises ConfigError where a file is not the one that was measured, or a run of the store has ended with other weights since.
         """
-        done = self.folder / f"{stage}.json"
+        done, again = self.folder / f"{stage}.json", f"remove the folder {self.folder} to measure again"
         if not done.exists():
             began = provenance.capture()
             self._exports   # noqa: B018  first of all the models are there
             tables = measure()
             for name, table in tables.items():
                 table.to_csv(self.folder / f"{name}.csv", index=False)
-            write_json(done, began | {"tables": sorted(tables), "files": {name: _hash(self.folder / name) for name in sorted([*(f"{table}.csv" for table in tables), *also])}})
+            files = {name: _hash(self.folder / name) for name in sorted([*(f"{table}.csv" for table in tables), *also])}
+            write_json(done, began | {"tables": sorted(tables), "weights": {run.hash: self._weights(run) for run in models}, "files": files})
             self._report(f"{STAGES[stage]}: kept in {self.folder.name}")
-        kept = read_json(done, {"tables": list, "files": dict, "hardware": dict, "started": str, "commit": str})
+        kept = read_json(done, {"tables": list, "files": dict, "weights": dict, "hardware": dict, "started": str, "commit": str}, remedy=again)
         for name, was in kept["files"].items():
             if _hash(self.folder / name) != was:
-                raise ConfigError(f"{self.folder / name} is missing or not as it was measured; restore it from a copy, or remove the folder {self.folder} to measure again")
+                raise ConfigError(f"{self.folder / name} is missing or not as it was measured; restore it from a copy, or {again}")
+        for run in models:
+            was, now = kept["weights"].get(run.hash), self._weights(run)
+            if now is not None and was != now:
+                raise ConfigError(f"{done} was measured with the weights {was} of run {run.hash}, which has ended with {now} since; restore the run from a copy, or {again}")
         return {name: _read(self.folder / f"{name}.csv") for name in kept["tables"]}
+
+    def _weights(self, run: RunConfig) -> str | None:
+        """What the store says of a run's weights, which need not be there; None where it does not know the run."""
+        return ended_with(runs.default_store(self.profile) / run.hash)
 
 
 def _hash(path: Path) -> str | None:

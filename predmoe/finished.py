@@ -30,6 +30,11 @@ def weights_hash(checkpoint: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
+def ended_with(folder: Path) -> str | None:
+    """The `weights_hash` of what the run in `folder` ended with; None where it has not ended, or was ended before its hash was kept."""
+    return read_json(folder / "finished.json", FINISHED).get("weights") if is_finished(folder) else None
+
+
 def check_weights(folder: Path) -> None:
     """Raise ConfigError where the checkpoint of the finished run in `folder` no longer holds the weights that it ended with."""
     found = weights_hash(folder / "checkpoint")

@@ -92,8 +92,9 @@ class Run:
         return read_measurement(source, type(how)) if source.exists() else None
 
     def has_heads(self, posthoc: PosthocConfig) -> bool:
-        """Whether the checkpoint and the post-hoc heads of a measurement are there: a clone of a repository has neither."""
-        return self.has_checkpoint and all(heads_file(self.path, posthoc_name(posthoc), kind).exists() for kind in PREDICTORS)
+        """Whether the checkpoint and the post-hoc heads of a measurement are there: a clone of a repository has neither. Heads without their measurement do not
+        count: of a run that was trained again to other bits they are left over."""
+        return self.has_checkpoint and (self.path / f"{posthoc_name(posthoc)}.json").exists() and all(heads_file(self.path, posthoc_name(posthoc), kind).exists() for kind in PREDICTORS)
 
 
 def kind_of(how: Measurement) -> str:
@@ -153,10 +154,12 @@ def get_or_train(config: RunConfig, *, store: Path, nproc: int = 1, engine: str 
 def get_or_fit(config: RunConfig, posthoc: PosthocConfig, *, store: Path, report=print) -> Run:
     """The finished run of `config` with its checkpoint and its post-hoc heads; what is missing is made in a child process.
 
-    A measurement that is there is not changed by fitting its heads again.
+    A measurement that is there is not changed by fitting its heads again. Raises ConfigError where the checkpoint is not the one that the run ended with.
     """
     run = open_run(config, store)
-    if not run.has_heads(posthoc):
+    if run.has_heads(posthoc):
+        check_weights(run.path)
+    else:   # whose child checks them
         write_json(run.path / f"{posthoc_name(posthoc)}.config.json", to_dict(posthoc))
         _work([(run, [posthoc])], parallel=1, report=report)
     return run

@@ -1,8 +1,11 @@
 """`predmoe export` and `predmoe generate`: what they write and print, and one sentence for whatever is wrong."""
 
 import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -125,6 +128,67 @@ def test_ctrl_c_ends_at_once_with_the_summary(tmp_path, capsys):
     assert "tok/s" in capsys.readouterr().err and not any(thread.name.startswith("reader") for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("how, code, said", [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, "predmoe: stopped by SIGTERM; the same command begins anew\n")])
+def test_a_stopped_program_ends_without_taking_itself_apart(tmp_path, how, code, said):
+    """From the signal to the end: on a busy machine each tenth of a second of processor time may be a second of waiting. Also, the summary, and nothing that is not true."""
+    model = lively(context=20_000, num_layers=2)
+    export(save_checkpoint(model, tmp_path / "c"), tmp_path / "out", dtype="float32")
+    heard = lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)]  # noqa: E731
+    program = [sys.executable, "-m", "predmoe", *command(tmp_path / "out", "--max-new-tokens", 19_000)]
+    with open(tmp_path / "err", "w+") as err, subprocess.Popen(program, stdout=subprocess.PIPE, stderr=err, preexec_fn=heard) as process:
+        process.stdout.read(20)
+        fields = open(f"/proc/{process.pid}/stat").read().rsplit(")", 1)[1].split()
+        process.send_signal(how)
+        process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        told = err.seek(0) or err.read()
+    assert process.returncode == code and "hit rate" in told and told.endswith(said) and told.count("begins anew") == bool(said) and "goes on" not in told
+    spent = used.ru_utime + used.ru_stime - sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    assert spent < 0.4, f"{spent} s of a core after the signal"
+
+
+def test_the_program_cleans_up_before_it_leaves(monkeypatch):
+    done = []
+    monkeypatch.setattr(sys, "argv", ["predmoe", "generate"])
+    monkeypatch.setattr(cli.atexit, "_run_exitfuncs", lambda: done.append("atexit"))
+    monkeypatch.setattr(cli.os, "_exit", done.append)
+    for code, ends in ((130, ["atexit", 130]), (143, ["atexit", 143]), (2, []), (0, [])):
+        monkeypatch.setattr(cli, "_run", lambda arguments, code=code: code)
+        assert cli.main() == code and done == ends and cli.main(["generate"]) == code and done == ends
+        done.clear()
+
+
+def test_an_export_that_is_stopped_says_what_is_true_of_it(tmp_path, monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["predmoe.engine.export"], "_write_experts", stopped)   # the package has a function of the module's name
+    assert cli.main(["export", str(house().root / "checkpoint"), str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err.endswith("predmoe: interrupted; what is not whole is removed, and the same command begins anew\n") and not list(tmp_path.iterdir())
+
+
+def test_kernels_are_compiled_by_a_child_before_any_clock_and_said_to_be(monkeypatch, capsys):
+    h, started = house(), []
+    monkeypatch.setattr("predmoe.engine.table.ready", lambda kernels: False)
+    monkeypatch.setattr("predmoe.cli_engine.subprocess.run", lambda program, **how: started.append(program))
+    assert cli.main(command(h.folder, "--max-new-tokens", 2)) == 0
+    assert capsys.readouterr().err.count("compiling the kernels") == 1
+    ((_, _, text),) = started
+    assert text == "from predmoe.engine import loop, table; table.prepare(loop.kernels_of(True))"
+    monkeypatch.undo()
+    assert cli.main(command(h.folder, "--max-new-tokens", 2)) == 0 and "compiling" not in capsys.readouterr().err
+
+
+def test_the_default_of_new_tokens_fits_the_context(capsys):
+    h = house()   # a context of 136
+    for prompt, new in ((6, 64), (100, 36), (135, 1)):
+        assert cli.main(command(h.folder, prompt=",".join("5" * prompt))) == 0
+        assert len(capsys.readouterr().out.split()) == new
+    refused(capsys, command(h.folder, prompt=",".join("5" * 136)), "prompt 0: 136 tokens and 1 new ones exceed the model's context of 136")
+    refused(capsys, command(h.folder, "--max-new-tokens", 37, prompt=",".join("5" * 100)), "prompt 0: 100 tokens and 37 new ones exceed")
+
+
 def test_a_failing_disk_ends_with_a_sentence_and_the_summary(monkeypatch, capsys):
     monkeypatch.setattr(Engine.__init__, "__kwdefaults__", Engine.__init__.__kwdefaults__ | {"preadv": Faulty(errors={"always": EIO})})
     assert cli.main(command(house().folder)) == 1
@@ -141,7 +205,8 @@ def test_a_failing_disk_ends_with_a_sentence_and_the_summary(monkeypatch, capsys
     (["--policy", "arc"], "policy='arc' is unknown; choose one of lru,"),
     (["--max-new-tokens", "131"], "6 tokens and 131 new ones exceed the model's context of 136"),
     (["--verify", "no"], "verify='no' is unknown"),
-    (["--threads", "0"], "--threads 0: at least one"),
+    (["--threads", "0"], "--threads=0 must lie in 1.."), (["--threads", "1000000"], f"--threads=1000000 must lie in 1..{4 * os.cpu_count()}"),
+    (["--lanes", "0"], "--lanes=0 must lie in 1..1024"), (["--lanes", "10000000000"], "--lanes=10000000000 must lie in 1..1024"),
     (["--cache-mb", "nan"], "--cache-mb: nan is not a finite number above 0"),
     (["--cache-mb", "inf"], "--cache-mb: inf is not a finite number above 0"),
     (["--temperature", "nan"], "--temperature: nan is not a finite number of at least 0"),
@@ -168,6 +233,7 @@ def test_models_that_cannot_be_used_are_one_sentence(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, said", [
     (["--dtype", "int4"], "dtype='int4' is unknown; choose one of float32, bf16, int8"),
     (["--heads", "linear"], "--heads 'linear' is not KIND=FILE"),
+    (["--tokenizer", "foo"], "tokenizer='foo' is unknown; choose one of bpe8k, gpt2, or tokenizer.json"), (["--tokenizer", "tokenizer.json"], "tokenizer.json: no such file"),
     (["--heads", "linear=/none"], "/none cannot be read as the weights of a linear predictor"),
 ])
 def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(tmp_path, capsys, arguments, said):

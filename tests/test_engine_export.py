@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import zlib
 from types import SimpleNamespace
 
@@ -15,8 +18,10 @@ from tiny_models import lively, their_model
 from predmoe.checkpoint import olmoe_config, save_checkpoint, to_olmoe
 from predmoe.config import ConfigError, PredictorConfig
 from predmoe.engine import export, load_manifest
-from predmoe.engine.export import Checkpoint, as_stored, needed_bytes, quantise, stored_model
-from predmoe.engine.layout import EXPERTS, HEADS, MANIFEST, RESIDENT, Block, aligned
+from predmoe.engine.export import Checkpoint, _locked, as_stored, needed_bytes, quantise, stored_model
+from predmoe.engine.layout import EXPERTS, HEADS, MANIFEST, RESIDENT, TOKENIZER, Block, aligned
+from predmoe.engine.resident import check_tensors
+from predmoe.engine.text import Text
 from predmoe.predictor import Predictor
 
 # D model width, F expert width, E experts, L layers: lively() has D=32, F=24, E=8, L=4
@@ -181,6 +186,72 @@ def test_what_is_no_olmoe_checkpoint_is_refused(checkpoint, tmp_path, untouched)
         export(copy, untouched)
 
 
+@pytest.mark.parametrize("change, said", [
+    ({"num_hidden_layers": 10**9}, "the checkpoint has no model.layers.4.input_layernorm.weight"), ({"num_hidden_layers": -1}, "num_layers=-1 must be at least 1"),
+    ({"num_experts": 10**9}, "the checkpoint has no model.layers.0.mlp.experts.8.gate_proj.weight"), ({"num_experts": 2**70}, "must be at least 1 and at most"),
+    ({"hidden_size": 10**9}, "is (61, 32), config.json says (61, 1000000000)"), ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
+    ({"vocab_size": 10**9}, "is (61, 32), config.json says (1000000000, 32)"), ({"intermediate_size": 10**9}, "gate_proj.weight is (24, 32), config.json says"),
+    ({"num_experts_per_tok": 10**9}, "top_k=1000000000 must lie in 1..num_experts=8"), ({"num_attention_heads": 10**9, "num_key_value_heads": 10**9}, "must be num_heads=1000000000 times"),
+    ({"max_position_embeddings": 10**9}, "context of 1000000000 tokens (max_position_embeddings) is beyond 16777216"),
+    ({"num_hidden_layers": "4"}, "num_layers"), ({"hidden_size": 32.5}, "hidden_size"),
+])  # fmt: skip
+def test_absurd_numbers_are_one_sentence_before_anything_is_written(checkpoint, tmp_path, untouched, change, said):
+    copy = shutil.copytree(checkpoint[1], tmp_path / "copy")
+    (copy / "config.json").write_text(json.dumps(olmoe_config(checkpoint[0].config) | change))
+    told = []
+    with pytest.raises(ConfigError) as caught:
+        export(copy, untouched, progress=told.append)
+    assert said in str(caught.value) and "\n" not in str(caught.value) and not told
+
+
+def test_a_tokenizer_that_there_is_not_is_refused_before_anything_is_written(checkpoint, tmp_path, untouched):
+    told = []
+    for name, said in (("foo", "tokenizer='foo' is unknown; choose one of bpe8k, gpt2, or tokenizer.json"), ("", "tokenizer='' is unknown"), (TOKENIZER, "tokenizer.json: no such file")):
+        with pytest.raises(ConfigError, match=said):
+            export(checkpoint[1], untouched, tokenizer=name, progress=told.append)
+    assert not told
+    folder = shutil.copytree(checkpoint[1], tmp_path / "run" / "checkpoint")
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"data": {"tokenizer": "someone/else"}}))
+    assert export(folder, tmp_path / "out", progress=told.append).tokenizer is None and "someone/else, is none of bpe8k, gpt2" in told[0]
+
+
+KILLED = """
+import os, signal, sys
+from predmoe.engine import export
+export(sys.argv[1], sys.argv[2], progress=lambda line: "layer 2" in line and os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_one_and_nothing_else(checkpoint, tmp_path):
+    out = tmp_path / "out"
+    assert subprocess.run([sys.executable, "-c", KILLED, checkpoint[1], out]).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.") and (left / EXPERTS).exists()
+    living = tmp_path / ".out.abcdefgh.unfinished"
+    others = [living, *(tmp_path / name for name in (".out-abcdefgh", ".out.abcdefgh", ".out.more.abcdefgh.unfinished", ".other.abcdefgh.unfinished"))]
+    for folder in others:
+        folder.mkdir()
+    lock, told = _locked(living), []
+    export(checkpoint[1], out, progress=told.append)
+    assert told[0] == f"removed {left}, left by an export that was killed" and {*tmp_path.iterdir()} == {out, *others}
+    os.close(lock)
+    export(checkpoint[1], tmp_path / "second")
+    assert living.exists(), "an export to another folder lets it be"
+    shutil.rmtree(out)
+    export(checkpoint[1], out)
+    assert not living.exists() and _locked(living) is None
+
+
+def test_two_exports_to_one_folder_at_a_time_do_not_harm_each_other(checkpoint, tmp_path):
+    def another(line):
+        if "layer 2" in line:
+            export(checkpoint[1], tmp_path / "out", name="the other")
+
+    with pytest.raises(ConfigError, match="out cannot be written: Directory not empty"):
+        export(checkpoint[1], tmp_path / "out", progress=another)
+    assert load_manifest(tmp_path / "out").name == "the other" and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_disk_that_is_too_full_is_found_out_before_the_first_byte(checkpoint, untouched, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError, match=r"the export needs 0.00 GB, and .* has 0.00 GB free"):
@@ -215,11 +286,13 @@ def test_folders_that_cannot_be_written_are_named(checkpoint, tmp_path):
 # --- the manifest ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("change, message", [
-    ({"version": 2}, "version 2, this program reads version 1; export the checkpoint again"),
+    ({"version": 1}, "version 1, this program reads version 2; export the checkpoint again"),
     ({"format": "gguf"}, "is not the manifest of an exported model"),
     ({"dtype": "fp4"}, "dtype='fp4' is unknown"),
     ({"model": {"vocab_size": 3}}, "ModelConfig lacks"),
     ({"offsets": [[0]]}, "offsets and checksums must be"),
+    ({"files": {}}, "files are not those of an export; export"), ({"files": {RESIDENT: "0"}}, "files are not those of an export"), ({"files": None}, "is damaged"),
+    ({"heads": {"cotrained": [1]}}, "heads are not those of an export"), ({"heads": {"linear": [0]}}, "heads are not those of an export"), ({"heads": []}, "is damaged"),
     ({"crc32": None}, "is damaged"), ({"offsets": [[0, None]]}, "is damaged: offsets must be whole numbers"), ({"offsets": [["0"]]}, "is damaged: offsets must be whole numbers"),
     ({"crc32": [[-1]]}, "is damaged: crc32 must be whole numbers"), ({"alignment": 0}, "alignment=0 must be a power of two"), ({"alignment": -4096}, "must be a power of two"),
     ({"alignment": 12288}, "must be a power of two"), ({"alignment": "4096"}, "alignment='4096' must be a power of two"), ({"alignment": 1e40}, "must be a power of two"),
@@ -242,6 +315,75 @@ def test_an_incomplete_export_is_refused(checkpoint, tmp_path):
         load_manifest(tmp_path / "out")
     (tmp_path / "out" / EXPERTS).unlink()
     with pytest.raises(ConfigError, match="lacks experts.bin: the export is incomplete"):
+        load_manifest(tmp_path / "out")
+
+
+# --- the files that are read whole ---------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def whole(checkpoint, tmp_path_factory):
+    """An export with both predictors."""
+    place = tmp_path_factory.mktemp("whole")
+    export(checkpoint[1], place / "out", dtype="float32", heads={kind: heads(place / f"{kind}.safetensors", kind) for kind in ("linear", "ranking")})
+    return place / "out"
+
+
+def rewritten(change):
+    def damage(path):
+        state = load_file(path)
+        change(state, next(iter(state)))
+        save_file(state, path)
+
+    return damage
+
+
+def flipped(at):
+    def damage(path):
+        raw = bytearray(path.read_bytes())
+        raw[at] ^= 1
+        path.write_bytes(raw)
+
+    return damage
+
+
+@pytest.mark.parametrize("file", [RESIDENT, HEADS])
+@pytest.mark.parametrize("damage, said", [
+    (lambda path: None, None),
+    (flipped(-1), "its bytes are not those that were exported (checksum)"), (flipped(8), "is damaged: "),
+    (lambda path: path.write_bytes(path.read_bytes()[:-4]), "is damaged: "), (lambda path: path.write_bytes(b""), "is damaged: "),
+    (rewritten(lambda state, name: state.pop(name)), " lacks "),
+    (rewritten(lambda state, name: state.update(more=torch.zeros(1))), " holds more, which this model has not"),
+    (rewritten(lambda state, name: state.update({name: torch.zeros(3, 5)})), "is (3, 5), the manifest says ("),
+    (rewritten(lambda state, name: state.update({name: state[name].to(torch.int32)})), "holds I32, not one of F64"),
+    (rewritten(lambda state, name: state.update({name: state[name] + 1})), "(checksum)"),
+])  # fmt: skip
+def test_damage_to_what_stays_in_memory_is_one_sentence(whole, tmp_path, file, damage, said):
+    folder = shutil.copytree(whole, tmp_path / "out")
+    damage(folder / file)
+    manifest = load_manifest(folder)
+    if said is None:
+        return check_tensors(folder, manifest, heads=True, sums=True)
+    with pytest.raises(ConfigError) as caught:
+        check_tensors(folder, manifest, heads=True, sums=True)
+    sentence = str(caught.value)
+    assert sentence.startswith(str(folder / file)) and said in sentence and sentence.endswith("; export the checkpoint again") and "\n" not in sentence
+    if file == HEADS:
+        check_tensors(folder, manifest, heads=False, sums=True)   # nobody asked for a predictor
+    if "checksum" in said:
+        check_tensors(folder, manifest, heads=True, sums=False)
+
+
+def test_a_tokenizer_that_came_with_the_checkpoint_is_checked_as_well(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint[1], tmp_path / "checkpoint")
+    (folder / TOKENIZER).write_text(json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}))
+    export(folder, tmp_path / "out", tokenizer=TOKENIZER)
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.files.keys() == {RESIDENT, TOKENIZER} and Text(tmp_path / "out", manifest).encode("b") == [1]
+    (tmp_path / "out" / TOKENIZER).write_text((folder / TOKENIZER).read_text().replace('"b": 1', '"b": 2'))
+    with pytest.raises(ConfigError, match="tokenizer.json is damaged: .*; export the checkpoint again"):
+        Text(tmp_path / "out", manifest)
+    (tmp_path / "out" / TOKENIZER).unlink()
+    with pytest.raises(ConfigError, match="lacks tokenizer.json: the export is incomplete; export the checkpoint again"):
         load_manifest(tmp_path / "out")
 
 

@@ -5,13 +5,15 @@ import subprocess
 import sys
 import time
 
+import numba
 import numpy as np
 import pytest
 import torch
 from engine_models import house, opened
 
-from predmoe.engine import EngineError, ReadError, kernelqueue
+from predmoe.engine import EngineError, ReadError, kernelqueue, table
 from predmoe.engine.decode import fits, sampled
+from predmoe.engine.loop import kernels_of
 from predmoe.simulator import Cache, Prefetch, count
 
 NEW = 30
@@ -177,3 +179,30 @@ def test_an_engine_needs_no_library_of_tables_or_of_training():
     """They are half of what a process with a small model would take."""
     code = "import sys; import predmoe.contender, predmoe.engine; print([name for name in ('pandas', 'scipy.optimize', 'scipy.signal', 'transformers', 'datasets', 'matplotlib') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+# --- what is compiled ------------------------------------------------------------------------------------------------------
+
+def test_nothing_is_compiled_while_a_clock_runs():
+    """An engine that is open has all that its passes call, for the very types with which they call it."""
+    kernels = kernels_of(True)
+    with opened(house().folder) as engine, opened(house().folder, **by_threads()) as other:
+        before = [function.signatures for function, *_ in kernels]
+        assert table.ready(kernels) and all(tuple(signature) in function.signatures for function, *signature in kernels)
+        assert one_by_one(engine) and one_by_one(other)
+    with opened(house().folder, cache=Cache(slots=2), prefetch=Prefetch(source="ranking", horizon=(1, 2))) as engine:
+        assert one_by_one(engine)
+    assert [function.signatures for function, *_ in kernels] == before
+
+
+def test_whether_it_is_compiled_is_known_beforehand(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def twice(x):
+        return 2 * x
+
+    first, later = table.compiled(twice), table.compiled(twice)   # the later one is as another process finds it
+    assert not table.ready([(first, numba.int64)]) and not table.ready([(later, numba.int64)])
+    table.prepare([(first, numba.int64)])
+    assert table.ready([(first, numba.int64)]) and table.ready([(later, numba.int64)]) and not later.signatures
+    assert not table.ready([(first, numba.int64), (later, numba.float64)])

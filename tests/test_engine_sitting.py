@@ -1,12 +1,14 @@
 """What 11_engine measured is kept, stage by stage, and read again to the bit."""
 
 import dataclasses
+import json
+import shutil
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from predmoe import engine_sitting, engine_study, runs, studies
+from predmoe import engine_sitting, engine_study, execute, paths, runs, studies
 from predmoe.config import ConfigError
 from predmoe.engine_sitting import Asked, Sitting
 
@@ -24,6 +26,7 @@ def asked():
 @pytest.fixture
 def sitting(asked, tmp_path, monkeypatch):
     monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path))
+    monkeypatch.delenv("PREDMOE_STORE", raising=False)
     exported = []
     monkeypatch.setattr(engine_study, "exported", lambda *given, **named: exported.append(given) or {})
     made = Sitting(asked, profile="smoke", report=lambda line: None)
@@ -33,8 +36,8 @@ def sitting(asked, tmp_path, monkeypatch):
 
 
 def test_a_stage_is_measured_once_and_read_to_the_bit(sitting, asked):
-    first = sitting._stage("race", lambda: {"race": TABLE, "disk": TABLE[:1]})
-    again = Sitting(asked, profile="smoke")._stage("race", lambda: pytest.fail("it was measured"))
+    first = sitting._stage("race", [], lambda: {"race": TABLE, "disk": TABLE[:1]})
+    again = Sitting(asked, profile="smoke")._stage("race", [], lambda: pytest.fail("it was measured"))
     for tables in (first, again):
         pd.testing.assert_frame_equal(tables["race"], TABLE, check_exact=True)
         pd.testing.assert_frame_equal(tables["disk"], TABLE[:1], check_exact=True)
@@ -49,16 +52,69 @@ def test_what_ended_half_way_is_measured_again(sitting):
         raise RuntimeError("the disk went away")
 
     with pytest.raises(RuntimeError):
-        sitting._stage("race", fails)
-    pd.testing.assert_frame_equal(sitting._stage("race", lambda: {"race": TABLE})["race"], TABLE)
+        sitting._stage("race", [], fails)
+    pd.testing.assert_frame_equal(sitting._stage("race", [], lambda: {"race": TABLE})["race"], TABLE)
 
 
 @pytest.mark.parametrize("name, damage", [("race.csv", None), ("race.csv", b""), ("race.csv", b"\xff\xfe\x00"), ("race.csv", b"name,share,count\na,1.0,3\n"), ("race.json", b"{"), ("race.json", b"{}")])
 def test_damage_is_one_sentence_with_the_file(sitting, name, damage):
-    sitting._stage("race", lambda: {"race": TABLE})
+    sitting._stage("race", [], lambda: {"race": TABLE})
     (sitting.folder / name).unlink() if damage is None else (sitting.folder / name).write_bytes(damage)
     with pytest.raises(ConfigError, match=f"{name} (is missing or not as it was measured|is damaged|.*no entry|lacks)"):
-        sitting._stage("race", lambda: pytest.fail("what is damaged is told, not measured over"))
+        sitting._stage("race", [], lambda: pytest.fail("what is damaged is told, not measured over"))
+
+
+def test_a_run_that_ended_with_other_weights_since_makes_its_stages_void(sitting, asked, tmp_path):
+    """Named by its run alone, a measurement would be told of a model that it did not measure. Where the store does not know the run, as in a clone without runs, it stands."""
+    first, second = (run for _, run in asked.pairs)
+    race = lambda measure: sitting._stage("race", [first, second], measure)  # noqa: E731
+    peers = lambda measure: sitting._stage("peers", [first], measure)  # noqa: E731
+    kept = lambda: pytest.fail("it was measured")  # noqa: E731
+
+    def ended(run, weights):
+        folder = tmp_path / "smoke" / "runs" / run.hash
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "finished.json").write_text(json.dumps({"val_loss": 5.0, "weights": weights}))
+
+    for run, weights in ((first, "aaaaaaaaaaaa"), (second, "bbbbbbbbbbbb")):
+        ended(run, weights)
+    race(lambda: {"race": TABLE}), peers(lambda: {"peers": TABLE})
+    assert json.loads((sitting.folder / "race.json").read_text())["weights"] == {first.hash: "aaaaaaaaaaaa", second.hash: "bbbbbbbbbbbb"}
+    race(kept), peers(kept)
+    ended(second, "cccccccccccc")
+    peers(kept)
+    said = f"race.json was measured with the weights bbbbbbbbbbbb of run {second.hash}, which has ended with cccccccccccc since; .* remove the folder .*{asked.key} to measure again"
+    with pytest.raises(ConfigError, match=said):
+        race(kept)
+    (tmp_path / "smoke" / "runs" / second.hash / "finished.json").unlink()
+    race(kept)
+    stage = sitting.folder / "race.json"
+    stage.write_text(json.dumps({name: value for name, value in json.loads(stage.read_text()).items() if name != "weights"}))
+    with pytest.raises(ConfigError, match="race.json is damaged .without a usable weights.; .* to measure again"):
+        race(kept)
+
+
+@pytest.mark.skipif(not (paths.ROOT / "outputs" / "cpu" / "engine").exists(), reason="no sitting is committed")
+def test_the_committed_sitting_is_of_the_committed_runs(tmp_path, monkeypatch):
+    """As 11 asks for it at the cpu profile, every stage stands without weights and without being measured."""
+    committed = paths.ROOT / "outputs" / "cpu"
+    shutil.copytree(committed / "engine", tmp_path / "cpu" / "engine")
+    (tmp_path / "cpu" / "runs").symlink_to(committed / "runs")
+    monkeypatch.delenv("PREDMOE_STORE", raising=False)
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path))
+    (job,) = execute.plan("cpu", ["11"])
+    values = execute.check(job.notebook, job.params)
+    cells = [cell["source"] for cell in json.loads(job.notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    setup = next("".join(source) for source in cells if any("engine_sitting.Sitting" in line for line in source))
+    monkeypatch.setattr("predmoe.results.start", lambda *given: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    monkeypatch.setattr(engine_study, "exported", lambda *given, **named: pytest.fail("weights were asked for"))
+    exec(setup, names := dict(values))
+    sitting = names["sitting"]
+    for stage in (sitting.exactness, sitting.rounding, sitting.race, sitting.peers):
+        stage()
+    assert all(len(json.loads((sitting.folder / f"{stage}.json").read_text())["weights"]) == (len(sitting.asked.pairs) if stage == "race" else 1) for stage in engine_sitting.STAGES)
+    sitting.close()
 
 
 def test_another_question_is_another_sitting(asked):

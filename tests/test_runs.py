@@ -168,6 +168,22 @@ def test_fitted_heads_are_kept_and_asking_again_starts_nothing(pair, measured, n
     assert run.has_heads(POSTHOC) and list(heads) == ["linear", "ranking"] and heads["ranking"].config.horizons == pair[0].predictor.horizons
 
 
+def test_heads_of_other_weights_are_not_those_of_the_run(pair, measured, tmp_path, no_children):
+    """Heads that are there do not hide a checkpoint that changed, nor count where their measurement was discarded with earlier weights."""
+    folder = shutil.copytree(measured[0] / pair[0].hash, tmp_path / pair[0].hash)
+    weights, run = folder / "checkpoint" / "model.safetensors", runs.open_run(pair[0], tmp_path)
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    with pytest.raises(ConfigError, match="the checkpoint's weights changed after the run .* ended"):
+        get_or_fit(pair[0], POSTHOC, store=tmp_path)
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    assert get_or_fit(pair[0], POSTHOC, store=tmp_path).has_heads(POSTHOC)
+    (folder / f"{posthoc_name(POSTHOC)}.json").unlink()
+    assert not run.has_heads(POSTHOC)
+
+
 def test_missing_heads_are_fitted_again_to_the_same_bits_and_the_measurement_stays(pair, measured, tmp_path):
     folder = shutil.copytree(measured[0] / pair[1].hash, tmp_path / pair[1].hash)
     name = posthoc_name(POSTHOC)

@@ -29,6 +29,7 @@ from . import kernelqueue
 from .layout import Manifest
 from .storage import DIRECT, BlockFile, Buffers, EngineError, ReadError
 
+MOST_LANES = 1024                       # reads at a time: as many as a disk's own queue takes
 SIGNALS = 1000                          # in a row without a read between them
 VERIFY = ("first", "always", "never")   # when a block's checksum is computed
 
@@ -53,8 +54,8 @@ class ExpertCache:
                  guesses: int, usage: np.ndarray, verify: str = "first", patience: float = 30.0, warmup: int = 0):  # fmt: skip
         if verify not in VERIFY:
             raise ConfigError(f"verify={verify!r} is unknown; choose one of {', '.join(VERIFY)}")
-        if lanes < 1:
-            raise ConfigError(f"lanes={lanes}: at least one read at a time")
+        if not 1 <= lanes <= MOST_LANES:
+            raise ConfigError(f"lanes={lanes}: from 1 to {MOST_LANES} reads at a time, more than a disk takes")
         model = manifest.model
         size = np.full(model.num_layers, manifest.block.size, np.int64)
         try:
@@ -279,8 +280,9 @@ class ExpertCache:
         kernelqueue.close_context(self.control.io)
         for _ in self._threads:
             self._jobs.put(None)
+        until = time.monotonic() + 0.5   # for all of them
         for thread in self._threads:
-            thread.join(timeout=1.0)
+            thread.join(timeout=max(until - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _next(self) -> tuple[int, int, Exception | None]:

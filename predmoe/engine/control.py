@@ -9,10 +9,10 @@ Not thread-safe: whoever calls holds the cache's lock.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
+from numba import boolean, int64, typeof
 
 from ..simulator import Cache, Prefetch
 from ..simulator import diskqueue as dq
@@ -23,7 +23,7 @@ from ..simulator.outcome import Ledger
 from ..simulator.replay import ledger_of
 from . import fused, kernelqueue
 from .kernelqueue import CONTEXT, FREE, ODD, SPIN, UNPLACED, WAITED
-from .table import compiled, readers, step, table_of
+from .table import TABLE, compiled, prepare, readers, step, table_of
 
 EVENT, LAYER = range(2)          # now: the set in use
 COUNT, WAITING, FREED, FIRST_LANE, OUTSIDE, AWAITED = range(6)   # out
@@ -265,24 +265,12 @@ def _placed(t):
     kernelqueue.place(queue_of(t))
 
 
-@functools.cache
-def _compile() -> None:
-    """Run every compiled function once on the smallest state. Else the first read would be waited for while its thread compiles."""
-    control = Control.__new__(Control)
-    control._set(_EXAMPLE)
-    control.routing.starts[1] = 1
-    control.asked(0, 0)
-    control.foretold(0, 0)
-    control.failed(0)
-    control.asked(0, 0)
-    control.ended(0, 0)
-    control.used(0)
-    control.placed()
-    control.arrived(0)
-    control.waited()
-    control.emptied()
-    control.abandoned()
-    _EXAMPLE.io.counted[:] = 0
+KERNELS = [
+    *((function, TABLE) for function in (_emptied, _abandoned, wait, _placed)),
+    *((function, TABLE, int64) for function in (_failed, used)),
+    *((function, TABLE, int64, int64) for function in (asked, foretold, ended)),
+    (arrive, TABLE, int64, boolean), (give, typeof(_EXAMPLE.io), int64),
+]  # fmt: skip
 
 
 class Control:
@@ -293,7 +281,7 @@ class Control:
     """
 
     def __init__(self, cache: Cache, prefetch: Prefetch | None, routing: events.Routing, guesses: int, **more):
-        _compile()
+        prepare(KERNELS)   # else the first read would be waited for while its thread compiles
         self._set(_create(cache, prefetch, routing, guesses, **more))
 
     def _set(self, state: State) -> None:

@@ -31,13 +31,15 @@ from .cache import ExpertCache
 from .experts import Blocks
 from .foresight import live_routing, routing_of
 from .layout import EXPERTS, Manifest, load_manifest
-from .loop import NAN_GUESS, NAN_ROUTER, OTHER, Loop
+from .loop import NAN_GUESS, NAN_ROUTER, OTHER, Loop, kernels_of
 from .recorder import Recorder
-from .resident import Guesser, KeyValues, Resident, best
+from .resident import Guesser, KeyValues, Resident, best, check_tensors
 from .storage import BlockFile, EngineError
 from .summary import Clock, Summary, summarise
+from .table import prepare, ready
 
 KINDS = {"next_router": fused.NEXT_ROUTER, "linear": fused.LINEAR, "ranking": fused.RANKING}
+COMPILING = "compiling the kernels, once per machine: half a minute, longer on a busy one"
 GUARDS = ("none", "idle")   # the simulator's "window" compares with a clock's future, which an engine does not have
 
 
@@ -76,6 +78,12 @@ class Engine:
         self._early = config.early_by if config.routing == "early" else 0
         self._oracle = prefetch is not None and prefetch.source == ORACLE
         self._future = future if self._oracle or cache.policy == "belady" else None
+        kernels = kernels_of(fits(self.manifest))
+        if not ready(kernels):
+            announce(COMPILING)
+        prepare(kernels)
+        named = [*([prefetch.source] if prefetch else []), *(record or {})]
+        check_tensors(folder, self.manifest, heads=any(source in self.manifest.heads for source in named), sums=verify != "never")
         self._resident = Resident(folder, self.manifest)
         guesser = lambda source, horizons: Guesser(folder, self.manifest, self._resident, source, horizons)  # noqa: E731
         self._guesser = guesser(prefetch.source, prefetch.horizons) if prefetch and not self._oracle else None

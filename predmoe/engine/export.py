@@ -1,18 +1,20 @@
 """Export a checkpoint for the engine, streaming: one expert is in memory at a time, beside the resident part.
 
 Any OLMoE-format folder will do, ours or another's. The export appears whole or not at all: it is written into a folder beside
-`out` and renamed at the end; the disk's free space is asked before the first byte.
+`out` and renamed at the end; the disk's free space is asked before the first byte. What an export to the same `out` left that was killed is removed by the next one.
 """
 # D model width, F expert width
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -21,13 +23,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..config import PREDICTORS, ConfigError, ModelConfig
+from ..config import PREDICTORS, TOKENIZERS, ConfigError, ModelConfig
 from ..files import parse_json
-from ..checkpoint import check_entries, dense_entries, expert_entries, find_checkpoint
-from ..model import MoEModel
-from .layout import ALIGNMENT, DTYPES, EXPERTS, HEADS, RESIDENT, TOKENIZER, Block, Manifest
+from ..checkpoint import check_entries, dense_entries, dense_shapes, expert_entries, find_checkpoint
+from ..model import MoEModel, count_parameters
+from .layout import ALIGNMENT, DTYPES, EXPERTS, HEADS, RESIDENT, TOKENIZER, Block, Manifest, crc32_of, head_shapes, other_files
 
-ROOM = 1 << 20   # bytes for manifest and file system beside what is counted
+ROOM = 1 << 20             # bytes for manifest and file system beside what is counted
+LONGEST_CONTEXT = 1 << 24   # tokens: no weight's shape says it, and an engine has tables of its length
+PARTIAL = ".unfinished"     # what the name of a folder that is being written ends with
 
 
 class Source(Protocol):
@@ -41,17 +45,23 @@ class Source(Protocol):
 
 
 class Checkpoint:
-    """An OLMoE-format folder, opened but not read."""
+    """An OLMoE-format folder, opened but not read. Raises ConfigError where config.json does not say what the files hold."""
 
     def __init__(self, folder: str | Path):
         self.config, files = find_checkpoint(folder)
         self._place: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
                 with safe_open(file, "pt") as opened:
                     self._place |= dict.fromkeys(opened.keys(), file)
+                    shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
             except SafetensorError as error:
                 raise ConfigError(f"{file} is damaged: {error}") from None
+        try:
+            check_entries(shapes, self.config, shapes)
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}") from None
 
     def names(self) -> Iterable[str]:
         return self._place
@@ -106,10 +116,11 @@ def export(source: str | Path | Source, out: str | Path, *, dtype: str = "bf16",
     source = Checkpoint(folder) if folder else source
     config = source.config
     check_entries(source.names(), config)
+    if config.context > LONGEST_CONTEXT:
+        raise ConfigError(f"the model's context of {config.context} tokens (max_position_embeddings) is beyond {LONGEST_CONTEXT}: set in config.json what the model was trained for")
     fitted = {kind: read_heads(kind, Path(path), config) for kind, path in (_own_heads(folder) if heads is None and folder else heads or {}).items()}
-    tokenizer = tokenizer or (own_tokenizer(folder) if folder else None)
-    temporary = _begin(out, config, dtype, alignment, fitted)
-    try:
+    tokenizer = _tokenizer(tokenizer, folder, progress)
+    with _partial(out, config, dtype, alignment, fitted, progress) as temporary:
         progress("resident part")
         save_file(_resident(source, dtype), temporary / RESIDENT)
         offsets, sums = _write_experts(source, temporary / EXPERTS, dtype, alignment, progress)
@@ -118,44 +129,95 @@ def export(source: str | Path | Source, out: str | Path, *, dtype: str = "bf16",
         if folder and tokenizer == TOKENIZER:
             shutil.copyfile(folder / TOKENIZER, temporary / TOKENIZER)
         manifest = Manifest(name=name or (folder.resolve().name if folder else "model"), dtype=dtype, alignment=alignment, model=config, offsets=offsets, crc32=sums,
+                            files={file: crc32_of(temporary / file) for file in other_files(fitted, tokenizer)},
                             heads={kind: horizons for kind, (_, horizons) in fitted.items()}, tokenizer=tokenizer)  # fmt: skip
         manifest.save(temporary)
         for path in temporary.iterdir():
             path.chmod(0o644)   # the library leaves its files to their owner alone
         temporary.chmod(0o755)
         os.rename(temporary, out)
-    except SafetensorError as error:   # the library's word for a system error or for a damaged file
-        raise ConfigError(f"{out} cannot be written: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return manifest
+
+
+def _tokenizer(asked: str | None, folder: Path | None, progress: Callable[[str], None]) -> str | None:
+    """The tokenizer as the manifest names it: the one that was `asked` for, or the model's own. Raises ConfigError where there is no such."""
+    if asked is None:
+        own = own_tokenizer(folder) if folder else None
+        if own in (None, TOKENIZER, *TOKENIZERS):
+            return own
+        progress(f"without a tokenizer: the run's own, {own}, is none of {', '.join(TOKENIZERS)}; prompts are given as token ids")
+        return None
+    if asked == TOKENIZER and folder and not (folder / TOKENIZER).is_file():
+        raise ConfigError(f"{folder / TOKENIZER}: no such file; choose one of {', '.join(TOKENIZERS)}, or put it there")
+    if asked not in TOKENIZERS and not (asked == TOKENIZER and folder):
+        raise ConfigError(f"tokenizer={asked!r} is unknown; choose one of {', '.join(TOKENIZERS)}, or {TOKENIZER}, the checkpoint's own")
+    return asked
 
 
 def needed_bytes(config: ModelConfig, dtype: str, alignment: int = ALIGNMENT) -> int:
     """Disk space of an export without its heads, the resident part counted in float32 where it may be that."""
     experts = config.num_layers * config.num_experts
-    with torch.device("meta"):
-        every = sum(p.numel() for p in MoEModel(config).parameters())
-    dense = every - experts * 3 * config.hidden_size * config.expert_size
+    dense = count_parameters(config)["total"] - experts * 3 * config.hidden_size * config.expert_size
     return experts * Block.of(config, dtype, alignment).size + dense * (2 if dtype == "bf16" else 4) + ROOM
 
 
-def _begin(out: Path, config: ModelConfig, dtype: str, alignment: int, fitted: Mapping) -> Path:
-    """The folder to write into, beside `out`, once all is known that could forbid the export."""
+@contextlib.contextmanager
+def _partial(out: Path, config: ModelConfig, dtype: str, alignment: int, fitted: Mapping, progress: Callable[[str], None]) -> Iterator[Path]:
+    """The folder to write into, beside `out`, once all is known that could forbid the export; removed at the end unless it was renamed. What goes wrong within is a ConfigError."""
     if out.exists():
         raise ConfigError(f"{out} is there already: remove it, or export to another folder")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
+    _remove_abandoned(out, progress)
     needed = needed_bytes(config, dtype, alignment) + sum(t.nbytes for state, _ in fitted.values() for t in state.values())
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise ConfigError(f"the export needs {needed / 1e9:.2f} GB, and {out.parent} has {free / 1e9:.2f} GB free")
+    temporary = lock = None
     try:
-        return Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+        while lock is None:   # until no other export has taken it for abandoned before it was locked
+            temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=PARTIAL, dir=out.parent))
+            try:
+                lock = _locked(temporary)
+            except OSError:   # a file system without locks: there nobody takes a folder for abandoned
+                break
+        yield temporary
+    except SafetensorError as error:   # the library's word for a system error or for a damaged file
+        raise ConfigError(f"{out} cannot be written: {error}") from None
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}") from None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock, which the kernel gives back however its holder ends; None where it is another's or the folder is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _remove_abandoned(out: Path, progress: Callable[[str], None]) -> None:
+    """Remove the folders of earlier exports to `out` that nobody writes any more: those that were killed."""
+    ours = re.compile(re.escape(f".{out.name}.") + r"[a-z0-9_]{8}" + re.escape(PARTIAL))
+    for folder in sorted(path for path in out.parent.iterdir() if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink()):
+        with contextlib.suppress(OSError):   # another user's: it stays
+            if (lock := _locked(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+                progress(f"removed {folder}, left by an export that was killed" if not folder.exists() else f"{folder}, left by an export that was killed, cannot be removed")
 
 
 def _checked(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -169,9 +231,7 @@ def _checked(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
 
 def _resident(source: Source, dtype: str) -> dict[str, Tensor]:
     config = source.config
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in MoEModel(config).named_parameters()}
-    found = {}
+    shapes, found = dense_shapes(config), {}
     for ours, entries in dense_entries(config).items():
         rows = shapes[ours][0] // len(entries)
         parts = [_checked(source, name, (rows, *shapes[ours][1:])) for name in entries]
@@ -244,13 +304,8 @@ def read_heads(kind: str, path: Path, config: ModelConfig) -> tuple[dict[str, Te
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be read as the weights of a {kind} predictor: {error}") from None
     horizons = tuple(sorted({int(match[1]) for key in state if (match := re.fullmatch(r"weights\.(\d+)_0", key))}))
-    deep = {"linear": 1, "ranking": 2}[kind]
     D, E, L = config.hidden_size, config.num_experts, config.num_layers
-    expected = {}
-    for h in horizons:
-        for i in range(deep):
-            out = E if i == deep - 1 else D
-            expected |= {f"weights.{h}_{i}": (L - h, out, D), f"biases.{h}_{i}": (L - h, 1, out)}
+    expected = head_shapes(kind, horizons, config)
     if not horizons or {key: tuple(tensor.shape) for key, tensor in state.items()} != expected:
         raise ConfigError(f"{path} does not hold a {kind} predictor of this model ({L} layers, width {D}, {E} experts)")
     return state, horizons

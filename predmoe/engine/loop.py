@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import boolean, int64
 
 from . import control as ctl
 from . import fused, kernelqueue
 from .control import FINE
 from .fused import LEFT, NOW, PASS, ROW, STAGE
 from .kernelqueue import HANDED
-from .table import step
+from .table import TABLE, step
 
 ROUTER, READS, EXPERTS = range(3)   # Net.at[STAGE]: what comes next in the layer
 NAN_ROUTER, NAN_GUESS, OTHER = range(10, 13)   # what `_token` returns beside control's codes; OTHER: not the experts of the trace that is known
@@ -108,6 +109,17 @@ def _mixed(t, layer):
 @step
 def _logits(t):
     fused.logits(ctl.net_of(t))
+
+
+KERNELS = [
+    (_attended, TABLE, int64, int64, boolean), (_chosen, TABLE, int64, int64, boolean), (_expert, TABLE, int64, int64, int64), (_mixed, TABLE, int64), (_logits, TABLE),
+    (_token, TABLE, boolean, boolean, boolean),
+]  # fmt: skip
+
+
+def kernels_of(single: bool) -> list[tuple]:
+    """What an engine has compiled before any clock runs, as `table.prepare` takes it. `single`: its single tokens take the compiled path."""
+    return [*ctl.KERNELS, *(KERNELS if single else [])]
 
 
 class Loop:

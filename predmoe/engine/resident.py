@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..config import ConfigError, ModelConfig
 from ..kernels import rotary
-from ..checkpoint import dense_entries
+from ..checkpoint import dense_shapes
 from ..model import Layer
-from .layout import HEADS, RESIDENT, Manifest
+from .layout import HEADS, RESIDENT, Manifest, check_file, head_shapes
 from .storage import EngineError
 
 
@@ -24,7 +24,7 @@ class Resident:
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.config = config = manifest.model
-        weights = _load(folder / RESIDENT, dense_entries(config))
+        weights = _load(folder / RESIDENT, dense_shapes(config))
         self.embed, self.norm, self.head = weights["embed.weight"], weights["norm.weight"].float(), weights["head.weight"].float()
 
         def stacked(name: str) -> Tensor:   # float32 [L, .], each layer's weights given up once they are copied
@@ -134,14 +134,41 @@ class KeyValues:
         return keys[:end].transpose(0, 1), values[:end].transpose(0, 1)
 
 
+FLOATS = ("F64", "F32", "F16", "BF16")   # dtypes of the resident weights and of predictors, as safetensors names them
+
+
+def check_tensors(folder: Path, manifest: Manifest, *, heads: bool, sums: bool) -> None:
+    """Raise ConfigError where the resident weights, or with `heads` the predictors, are not those of the manifest: by name, shape and type, with `sums` by every byte."""
+    expected = {RESIDENT: dense_shapes(manifest.model)}
+    if heads:
+        expected[HEADS] = {f"{kind}/{name}": shape for kind, horizons in manifest.heads.items() for name, shape in head_shapes(kind, horizons, manifest.model).items()}
+    for file, shapes in expected.items():
+        path, again = folder / file, "export the checkpoint again"
+        try:
+            with safe_open(path, "pt") as opened:
+                found = {name: opened.get_slice(name) for name in opened.keys()}
+                found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in found.items()}
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is damaged: {error}; {again}") from None
+        if missing := [name for name in shapes if name not in found]:
+            raise ConfigError(f"{path} lacks {missing[0]}; {again}")
+        if surplus := [name for name in found if name not in shapes]:
+            raise ConfigError(f"{path} holds {surplus[0]}, which this model has not; {again}")
+        for name, (shape, dtype) in found.items():
+            if shape != shapes[name]:
+                raise ConfigError(f"{path}: {name} is {shape}, the manifest says {shapes[name]}; {again}")
+            if dtype not in FLOATS:
+                raise ConfigError(f"{path}: {name} holds {dtype}, not one of {', '.join(FLOATS)}; {again}")
+        if sums:
+            check_file(folder, manifest, file)
+
+
 def _load(path: Path, names) -> dict[str, Tensor]:
+    """Of a file that `check_tensors` has seen."""
     found = {}
-    try:
-        for name in names:
-            with safe_open(path, "pt") as opened:   # anew for each: a mapped file's pages count as this process's memory
-                found[name] = opened.get_tensor(name).clone()
-    except SafetensorError as error:
-        raise ConfigError(f"{path} is damaged: {error}; export the checkpoint again") from None
+    for name in names:
+        with safe_open(path, "pt") as opened:   # anew for each: a mapped file's pages count as this process's memory
+            found[name] = opened.get_tensor(name).clone()
     return found
 
 

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 
-from ..simulator.jit import compiler
+from ..simulator.jit import compiler, is_ready
 
 WIDTH = 5   # entries per field: an array's address and its shape, or a number
 
@@ -25,6 +25,20 @@ compiled = compiler(*FILES)
 step = compiler(*FILES, forceinline=False)   # for what is handed the table alone: calling it costs nothing, inlining it much time to compile
 FAST = {"reassoc", "contract", "nsz", "arcp"}   # sums in any order, so that they are vectorised; NaN stays NaN
 kernel = compiler(*FILES, forceinline=False, fastmath=FAST)
+
+
+TABLE = types.Array(types.int64, 1, "C")   # what a `step` is handed
+
+
+def ready(kernels: Sequence[tuple]) -> bool:
+    """Whether `prepare` returns at once."""
+    return all(is_ready(function, *signature) for function, *signature in kernels)
+
+
+def prepare(kernels: Sequence[tuple]) -> None:
+    """Compile functions for their arguments' types, each a (function, type, ...), or take what an earlier process left: so that no clock runs meanwhile, and no read waits."""
+    for function, *signature in kernels:
+        function.compile(tuple(signature))
 
 
 def table_of(parts: Sequence[NamedTuple]) -> np.ndarray:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import ConfigError
-from .layout import TOKENIZER, Manifest
+from .layout import TOKENIZER, Manifest, check_file
 
 
 class Text:
@@ -18,10 +18,11 @@ class Text:
         if manifest.tokenizer == TOKENIZER:
             from tokenizers import Tokenizer
 
+            check_file(folder, manifest, TOKENIZER)
             try:
                 held = Tokenizer.from_file(str(folder / TOKENIZER))
             except Exception as error:   # the library raises nothing narrower
-                raise ConfigError(f"{folder / TOKENIZER} is damaged: {error}") from None
+                raise ConfigError(f"{folder / TOKENIZER} is not a tokenizer: {error}; export the checkpoint again with its own, or with --tokenizer") from None
             self.encode, self.decode = lambda text: held.encode(text).ids, lambda ids: held.decode(list(ids))
             self.end = next((held.token_to_id(name) for name in ("<|endoftext|>", "</s>") if held.token_to_id(name) is not None), None)
         else:

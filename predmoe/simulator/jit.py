@@ -42,6 +42,15 @@ def compiler(*files: Path, **settings):
 compiled = compiler()   # compiles on first call; compiled code runs without holding the interpreter's lock
 
 
+def is_ready(function, *types) -> bool:
+    """Whether a `compiled` function starts at once for arguments of these numba types: it was compiled in this process, or an earlier one left its machine
+    code for this processor."""
+    if types in function.overloads:
+        return True
+    cache = function._cache   # numba has no question for it
+    return cache._index_key(types, function.targetctx.codegen()) in cache._cache_file._load_index()
+
+
 def is_compiled(function) -> bool:
     """Whether calling a `compiled` function starts at once: it has been called, or an earlier process left its machine code."""
     return bool(function.signatures) or any(Path(function.stats.cache_path).glob(f"*{function.py_func.__name__}-*.nbi"))
