@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("explore", help="open the explorer in JupyterLab: sliders over cache, disk and prefetch, each position simulated by a kernel")
     command.add_argument("--port", type=int, default=8888, help="port of the server; the next free one where it is taken (default: 8888)")
     command.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
-    command.set_defaults(command=_explore)
+    command.set_defaults(command=_explore, again="the server and its kernels have ended, and what was saved is kept")
 
     cli_traces.add(commands)
     cli_engine.add(commands)
@@ -243,21 +243,9 @@ def _gpu_report(options) -> int:
 
 def _explore(options) -> int:
     """JupyterLab rather than Voila: it is here already, a reader may look at and change the cells, and what runs is the notebook as it is."""
-    import subprocess
+    from . import lab
 
-    from . import execute, paths
-
-    notebook = paths.NOTEBOOKS / "explore.ipynb"
-    if not notebook.exists():
-        raise ConfigError(f"there is no {notebook}: run predmoe from a clone of the repository")
-    if not 1 <= options.port <= 65535:
-        raise ConfigError(f"--port {options.port} must lie in 1..65535")
-    print("When the page is open: menu Run, Run All Cells. Ctrl-C here ends it.")
-    command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={paths.ROOT}", f"--port={options.port}", "--LabApp.default_url=/doc/tree/notebooks/explore.ipynb"]
-    if os.name == "posix" and os.geteuid() == 0:   # a container's only user
-        command.append("--allow-root")
-    with execute.own_kernel():
-        return subprocess.run(command + ["--no-browser"] * options.no_browser).returncode
+    return lab.explore(options.port, browser=not options.no_browser)
 
 
 def _paper(options) -> int:

@@ -221,7 +221,8 @@ def _read(notebook: Path) -> nbformat.NotebookNode:
 # --- a whole profile ---------------------------------------------------------------------------------------------------
 
 UPPER = (   # above the notebooks: a change there changes no result
-    "__main__.py", "arguments.py", "cli.py", "plan.py", "progress.py", "report.py", "paper.py", "paper_build.py", "paper_figures.py", "paper_tables.py", "paper_text.py", "references.py", "tex.py",
+    "__main__.py", "arguments.py", "cli.py", "lab.py", "plan.py", "progress.py", "report.py", "paper.py", "paper_build.py", "paper_captions.py",
+    "paper_figures.py", "paper_studies.py", "paper_tables.py", "paper_text.py", "references.py", "tex.py",
 )  # fmt: skip
 
 

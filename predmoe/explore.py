@@ -27,6 +27,7 @@ ROWS = ("demand", "router", "predictor", "oracle")
 RECALLS = PRECISIONS = (0.2, 0.4, 0.6, 0.8, 1.0)
 SHOWN_PASSES = 3                       # of the timeline
 MAP_ACCESSES = 6000                    # of experts, in the beginning of the trace that each cell of the map replays
+MAP_DRAWS = 30_000_000                 # one for each token, layer and expert: what a map may take of a notebook's memory
 UNITS = 2000                           # the timeline's resolution
 KINDS = ("computation", "stall", "demand read", "prefetch read")
 _KIND = np.array([0, 1, 0, 0, 2, 3])   # of outcome.KINDS: attention, stall, experts, head, demand read, prefetch read
@@ -100,12 +101,18 @@ class Held:
 
     @cached_property
     def beginning(self) -> Trace:
-        """The first passes, up to MAP_ACCESSES accesses, with at least one decode pass."""
+        """The first passes, up to MAP_ACCESSES accesses, with at least one decode pass; a prompt that would fill them alone is left out."""
         trace = self.trace
-        per_token = trace.num_layers * trace.meta.top_k
-        fits = int(np.searchsorted(trace.starts, MAP_ACCESSES / per_token, side="right")) - 1
+        tokens = MAP_ACCESSES / (trace.num_layers * trace.meta.top_k)
         first_decode = int(np.flatnonzero(trace.phase == DECODE)[0])
-        return trace.passes(0, min(max(fits, first_decode + 4), trace.num_passes))
+        first = first_decode if trace.starts[first_decode] > tokens else 0
+        fits = int(np.searchsorted(trace.starts, trace.starts[first] + tokens, side="right")) - 1
+        return trace.passes(first, min(max(fits, first_decode + 4), trace.num_passes))
+
+    @property
+    def without_prompt(self) -> bool:
+        """Whether `beginning` leaves a prompt out."""
+        return bool(self.trace.phase[0] != DECODE and self.beginning.phase[0] == DECODE)
 
     def guesses(self, horizon: int) -> list[tuple[float, float, int, Trace]]:
         """Of each cell of the map that can be: recall, precision, guesses per layer, and the beginning with such a predictor."""
@@ -178,6 +185,8 @@ def outcome_of(held: Held, settings: Settings, source: str) -> Outcome | str:
         return "the trace holds no guesses of a predictor"
     if source == ROUTER and ROUTER not in held.trace.predictors:
         return "the trace holds no guesses of the next layer's router"
+    if source != DEMAND and (past := _past_the_last(held, settings)):
+        return past
     cache, disk, compute = settings.machine()
     try:
         return replay(held.trace, cache, disk, compute=compute, prefetch=settings.prefetch(source), timeline=held.shown)
@@ -229,9 +238,11 @@ def timeline(outcome: Outcome, held: Held) -> dict:
 
 def gain_map(held: Held, settings: Settings) -> dict:
     """tok/s over no prefetch, minus one, for predictors of every recall and precision on this machine, replayed on the beginning of this trace:
-    `gain` by recall and precision, None where a predictor would have to name more experts than there are; `tokens` replayed."""
+    `gain` by recall and precision, None where a predictor would have to name more experts than there are; `tokens` replayed; `prompt`, where it is left out."""
     cache, disk, compute = settings.machine()
-    empty = {"recalls": RECALLS, "precisions": PRECISIONS, "tokens": held.beginning.num_tokens, "gain": [[None] * len(PRECISIONS) for _ in RECALLS]}
+    empty = {"recalls": RECALLS, "precisions": PRECISIONS, "tokens": held.beginning.num_tokens, "prompt": held.without_prompt, "gain": [[None] * len(PRECISIONS) for _ in RECALLS]}
+    if held.beginning.num_tokens * held.trace.num_layers * held.trace.meta.num_experts > MAP_DRAWS:
+        return empty | {"problem": f"no map: to draw predictors for {held.trace.meta.num_experts:,} experts in each of {held.trace.num_layers} layers takes too much memory here"}
     try:
         base = replay(held.beginning, cache, disk, compute=compute).tokens_per_s
         for recall, precision, guesses, trace in held.guesses(settings.horizon):
@@ -240,7 +251,16 @@ def gain_map(held: Held, settings: Settings) -> dict:
             empty["gain"][RECALLS.index(recall)][PRECISIONS.index(precision)] = gain if math.isfinite(gain) else None
     except SimulationError as error:
         return empty | {"problem": str(error)}
-    return empty if held.guesses(settings.horizon) else empty | {"problem": f"a horizon of {settings.horizon} is beyond the last layer, so there is nothing to foretell"}
+    past = _past_the_last(held, settings)
+    return empty | {"problem": past} if past else empty
+
+
+def _past_the_last(held: Held, settings: Settings) -> str | None:
+    """A sentence where no layer has another `horizon` layers after it."""
+    layers = held.trace.num_layers
+    if settings.horizon < layers:
+        return None
+    return f"a horizon of {settings.horizon} is beyond the last layer, so there is nothing to foretell ({'its one MoE layer is the last' if layers == 1 else f'of {layers} MoE layers, at most {layers - 1}'})"
 
 
 def points(trace: Trace, settings: Settings) -> list[dict]:

@@ -74,7 +74,8 @@ def tabulate(widget: Explorer, *, grid: Mapping[str, Sequence] | None = None, ch
     label = lambda key: "|".join(key)  # noqa: E731
     return {"version": VERSION, "controls": controls, "settings": first, "fixed": fixed, "columns": COLUMNS, "words": pack.words,
             "rows": {row: {"axes": AXES[row], "source": {"router": ROUTER}.get(row, row), **where} for row, where in rows.items()},
-            "map": {"axes": axes, "recalls": explore.RECALLS, "precisions": explore.PRECISIONS, "tokens": {label(key): h.beginning.num_tokens for key, h in held.items()}},
+            "map": {"axes": axes, "recalls": explore.RECALLS, "precisions": explore.PRECISIONS, "tokens": {label(key): h.beginning.num_tokens for key, h in held.items()},
+                    "prompts": [label(key) for key, h in held.items() if h.without_prompt]},
             "points": points, "about": {label(key): h.about for key, h in held.items()}, **pack.packed()}  # fmt: skip
 
 

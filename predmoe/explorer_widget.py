@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from .traces import COLIBRI, Accuracy, Trace, TraceError
 ASSETS = Path(__file__).parent / "assets"
 EXPERT_BYTES = reference_table.REFERENCE["expert_bytes"]   # as in 05_cache_simulation: our routing, a large model's machine
 LARGEST_FILE = 8_000_000                                   # bytes: a notebook's server closes the line at 10 MiB
+LARGEST_UNPACKED = 256_000_000                             # bytes, of a compressed one
 IMPORTED = "as imported"
 MEASURED = ("slots", "gb_per_s", "latency_ms", "layer_ms")   # of these the first position is offered as it is, whatever else is
 FAULTS = (ConfigError, SimulationError, TraceError, OSError)
@@ -49,6 +51,7 @@ class Explorer(anywidget.AnyWidget):
     def __init__(self, sources: Sources, settings: Mapping | None = None, imports: bool = True):
         self.sources = {name: dict(arms) for name, arms in sources.items()}
         self._held: dict[tuple[str, str], Held] = {}
+        self._files = 0   # that were chosen in the browser
         self._more = {name: value for name, value in (settings or {}).items() if name in MEASURED}
         first = next(iter(self.sources))
         start = {"trace": first, "arm": next(iter(self.sources[first]))} | dict(settings or {})
@@ -99,16 +102,18 @@ class Explorer(anywidget.AnyWidget):
             return
         name = os.path.basename(str(content.get("name", "")).replace("\\", "/")) or "file"
         label = f"imported: {name}"
+        self._files += 1
         try:
             self.sources[label] = {IMPORTED: read_file(name, bytes(buffers[0]))}
             self._held.pop((label, IMPORTED), None)
         except FAULTS as error:
-            self.view = explore.failed(self.settings, str(error))
+            self.view = explore.failed(self.settings, str(error)) | {"file": self._files}   # an answer, though it be the last one's
         except Exception as error:
-            self.view = explore.failed(self.settings, f"{name} cannot be read ({type(error).__name__}: {error})")
+            self.view = explore.failed(self.settings, f"{name} cannot be read ({type(error).__name__}: {error})") | {"file": self._files}
             raise
         else:
             self._show(self.settings | {"trace": label, "arm": IMPORTED})
+            self.view = self.view | {"file": self._files}
 
 
 def explorer(sources: Sources, **settings) -> Explorer:
@@ -129,13 +134,27 @@ def read_file(name: str, content: bytes) -> Held:
                 trace, more = traces.load(path), ""
                 trace = dataclasses.replace(trace, **_in_memory(trace))   # its file goes with the folder
             else:
-                kind = traces.readers.guess(path)
-                sized = "expert_bytes" in inspect.signature(traces.READERS[kind]).parameters
-                trace = traces.read(path, kind, **({"expert_bytes": EXPERT_BYTES} if sized else {}))
-                more = f" The format does not say how large an expert is: {EXPERT_BYTES / 1e6:g} MB are assumed." if sized else ""
+                trace, more = _public(path)
         except TraceError as error:
-            raise TraceError(str(error).replace(f"{folder}{os.sep}", "")) from None
+            raise TraceError(str(error).replace(f"{folder}{os.sep}", "").replace(traces.readers.NAME_IT, "it must be a trace of predmoe (.safetensors), a route_trace CSV, token JSONL, per-prompt JSON, npz, or ROUTE_TRACE lines")) from None
     return Held(trace, describe(trace) + more)
+
+
+def _public(path: Path) -> tuple[Trace, str]:
+    """A trace of a public format, and what is assumed of it where the format does not say."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            size = sum(item.file_size for item in file.infolist())
+        if size > LARGEST_UNPACKED:
+            raise TraceError(f"{path}: unpacks to {size / 1e6:,.0f} MB, more than the {LARGEST_UNPACKED / 1e6:.0f} MB that are read here: load it in the notebook and give it to explorer()")
+    kind = traces.readers.guess(path)
+    taken = inspect.signature(traces.READERS[kind]).parameters
+    assumed = {"expert_bytes": EXPERT_BYTES} if "expert_bytes" in taken else {}
+    if "num_experts" in taken and taken["num_experts"].default is inspect.Parameter.empty:
+        assumed["num_experts"] = traces.readers.highest(path) + 1
+    trace = traces.read(path, kind, **assumed)
+    more = f" The format does not say how large an expert is: {EXPERT_BYTES / 1e6:g} MB are assumed." if assumed else ""
+    return trace, more + (f" Nor does it say how many there are: {trace.meta.num_experts} are assumed, up to the highest that is used." if "num_experts" in taken else "")
 
 
 def _in_memory(trace: Trace) -> dict:

@@ -1,18 +1,18 @@
-"""explore.ipynb in JupyterLab with a live kernel: each control moved by keyboard and by mouse, the numbers those of `simulator.replay`."""
+"""`predmoe explore`, which opens explore.ipynb in JupyterLab, with a live kernel: each control moved by keyboard and by mouse, the numbers those of `simulator.replay`."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
 import browser
-from predmoe import execute, explorer_widget, paths, simulator
+from predmoe import explorer_widget, paths, simulator
 from predmoe.simulator import Cache, Compute, Disk, Prefetch
 
 pytestmark = pytest.mark.slow
@@ -20,41 +20,42 @@ TOKEN = "only-this-test"
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    """A JupyterLab of this environment on a copy of the notebook, its address; the recorded traces are the committed ones."""
+def served(tmp_path_factory):
+    """`predmoe explore` itself, its page with the notebook run, and its process; the recorded traces are the committed ones."""
     with browser.chromium() as chromium:
         root, outputs = tmp_path_factory.mktemp("lab"), tmp_path_factory.mktemp("outputs")
-        shutil.copy(paths.NOTEBOOKS / "explore.ipynb", root)
         (outputs / "cpu").mkdir()
         (outputs / "cpu" / "traces").symlink_to(paths.ROOT / "outputs" / "cpu" / "traces")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        environment = os.environ | {"PREDMOE_OUTPUTS": str(outputs), "PYTHONPATH": str(paths.ROOT), "JUPYTER_CONFIG_DIR": str(root / "config")}
-        with execute.own_kernel(), pytest.MonkeyPatch.context() as patch:
+        environment = os.environ | {"PREDMOE_OUTPUTS": str(outputs), "PYTHONPATH": str(paths.ROOT), "JUPYTER_CONFIG_DIR": str(root / "config"), "JUPYTER_TOKEN": TOKEN}
+        log = root / "server.log"
+        with pytest.MonkeyPatch.context() as patch, open(log, "w") as out:
             patch.setenv("PREDMOE_OUTPUTS", str(outputs))
-            command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", f"--port={port}", f"--ServerApp.root_dir={root}", f"--IdentityProvider.token={TOKEN}"]
-            log = root / "server.log"
-            with open(log, "w") as out:
-                server = subprocess.Popen(command, env=environment | {"JUPYTER_PATH": os.environ["JUPYTER_PATH"]}, stdout=out, stderr=out)
+            server = subprocess.Popen([sys.executable, "-m", "predmoe", "explore", "--no-browser", f"--port={port}"], env=environment, stdout=out, stderr=out)
             try:
                 _until_it_answers(f"http://127.0.0.1:{port}/api?token={TOKEN}", server, log)
                 page = browser.opened(chromium, offline=False)
-                page.goto(f"http://127.0.0.1:{port}/doc/tree/explore.ipynb?token={TOKEN}")
+                page.goto(f"http://127.0.0.1:{port}/doc/tree/notebooks/explore.ipynb?token={TOKEN}")
                 page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=120_000)
                 page.get_by_text("Python 3 | Idle").wait_for(timeout=120_000)   # before that JupyterLab asks for a kernel
                 page.get_by_role("menuitem", name="Run", exact=True).click()
                 page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
                 page.wait_for_selector(".explorer[data-settings]", timeout=240_000)
                 page.locator(".explorer").scroll_into_view_if_needed()
-                yield page
+                yield page, server, log
             finally:
-                server.send_signal(signal.SIGINT)   # twice: at once, with its kernels
-                server.send_signal(signal.SIGINT)
+                server.send_signal(signal.SIGTERM)
                 try:
-                    server.wait(30)
+                    server.wait(60)
                 except subprocess.TimeoutExpired:
                     server.kill()
+
+
+@pytest.fixture
+def lab(served):
+    return served[0]
 
 
 def _until_it_answers(address, server, log):
@@ -141,3 +142,33 @@ def test_axe_finds_nothing_serious_and_every_control_speaks(lab):
     spoken = {name: value for _, name, value in browser.spoken(lab) if name in browser.LABELS.values()}
     assert set(browser.LABELS.values()) - set(spoken) <= {"Model"} and all(spoken.values())   # what was imported has one arm
     assert not [line for line in lab.noted if "xplorer" in line or "anywidget" in line]
+
+
+def test_saving_leaves_the_source_without_outputs(lab):
+    notebook = paths.NOTEBOOKS / "explore.ipynb"
+    before, saved = notebook.read_text(), notebook.stat().st_mtime_ns
+    lab.get_by_role("menuitem", name="File", exact=True).click()
+    lab.get_by_role("menuitem", name="Save Notebook", exact=True).click()
+    for _ in range(120):
+        if notebook.stat().st_mtime_ns != saved:
+            break
+        lab.wait_for_timeout(500)
+    assert notebook.stat().st_mtime_ns != saved and notebook.read_text() == before
+
+
+def test_a_kernel_that_is_gone_is_a_sentence_and_its_numbers_go_with_it_and_the_server_ends(served):
+    page, server, log = served
+    children = lambda pid: [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]  # noqa: E731
+    (lab,) = children(server.pid)
+    kernels = children(lab)
+    assert len(kernels) == 1
+    os.kill(kernels[0], signal.SIGKILL)
+    page.wait_for_function("document.querySelector('.ex-answer').textContent.startsWith('Nothing answers')", timeout=60_000)
+    assert not page.locator(".ex-results").is_visible() and page.locator(".ex-about").inner_text() == ""
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 143 and "stopped by SIGTERM; the server and its kernels have ended" in log.read_text()
+    for _ in range(120):   # a kernel ends when it sees that its server has
+        if not any(Path(f"/proc/{pid}").exists() for pid in (lab, *kernels)):
+            break
+        time.sleep(0.5)
+    assert not Path(f"/proc/{lab}").exists()

@@ -3,8 +3,10 @@
 import base64
 import dataclasses
 import hashlib
+import io
 import json
 import warnings
+import zipfile
 import zlib
 
 import bs4
@@ -86,6 +88,20 @@ def test_on_the_map_perfection_is_the_oracle(held):
     assert gain[0][0] < gain[-1][-1]
 
 
+def test_the_map_leaves_out_a_prompt_that_is_too_long_for_it(held):
+    long = Held(trace(prompt=2000))
+    assert long.without_prompt and (long.beginning.phase == traces.DECODE).all() and long.beginning.num_tokens == 60
+    assert not held.without_prompt and held.beginning.phase[0] == traces.PREFILL
+    assert explore.gain_map(long, settings())["prompt"] and not explore.gain_map(held, settings())["prompt"]
+
+
+def test_more_experts_than_a_map_can_be_drawn_for_are_a_sentence():
+    ids = np.arange(400)[:, None, None] + np.arange(4)[None, :, None] * 500
+    wide = Held(traces.build(traces.Meta(model="", num_experts=30_000, top_k=1, layers=range(4), expert_bytes=[MB] * 4), ids))
+    drawn = explore.gain_map(wide, settings(predictor="none"))
+    assert "30,000 experts in each of 4 layers takes too much memory" in drawn["problem"] and not any(v for line in drawn["gain"] for v in line)
+
+
 def test_a_predictors_place_on_the_map_is_its_hit_rate(held):
     (router, point) = explore.points(held.trace, settings())
     from predmoe.locality import hit_at_k
@@ -94,7 +110,7 @@ def test_a_predictors_place_on_the_map_is_its_hit_rate(held):
 
 
 @pytest.mark.parametrize("more, row, words", [
-    ({"horizon": 4}, "oracle", "beyond the last layer"), ({"horizon": 3}, "predictor", "holds no predictor 'ranking' at horizon 3"),
+    ({"horizon": 4}, "oracle", "beyond the last layer, so there is nothing to foretell (of 4 MoE layers, at most 3)"), ({"horizon": 3}, "predictor", "holds no predictor 'ranking' at horizon 3"),
     ({"budget": 5}, "predictor", "guesses per layer"), ({"predictor": "none"}, "predictor", "holds no guesses"),
 ])  # fmt: skip
 def test_what_cannot_be_foretold_is_a_sentence_in_its_row(held, more, row, words):
@@ -187,13 +203,38 @@ def test_a_file_of_ones_own_is_replayed(widget, tmp_path):
 
 @pytest.mark.parametrize("name, content, words", [
     ("damaged.trace.safetensors", b"\x08\0\0\0\0\0\0\0{broken}", "damaged.trace.safetensors: not a trace file"), ("empty.csv", b"", "empty.csv: the file is empty"),
-    ("notes.txt", b"hello\n", "format is not recognised"), ("short.csv", b"# route_trace v1\n# n_expert=4 n_expert_used=2 n_layer=1\n", "the trace is empty"),
+    ("notes.txt", b"hello\n", "format is not recognised; it must be a trace of predmoe (.safetensors), a route_trace CSV"), ("short.csv", b"# route_trace v1\n# n_expert=4 n_expert_used=2 n_layer=1\n", "the trace is empty"),
     ("../../etc/bad.jsonl", b'{"tok": 0, "layers": [[1, 1]]}\n', "bad.jsonl"),
 ])  # fmt: skip
 def test_a_file_that_is_no_trace_is_a_sentence_with_its_name_only(widget, name, content, words):
     before = widget.settings
     chosen(widget, name, content)
-    assert words in widget.view["problem"] and "/tmp" not in widget.view["problem"] and widget.settings == before
+    assert words in widget.view["problem"] and "/tmp" not in widget.view["problem"] and "--format" not in widget.view["problem"] and widget.settings == before
+
+
+def test_the_same_unsound_file_twice_is_answered_twice(widget):
+    """An answer that is the last one over again would not be sent, and the browser would wait."""
+    told = []
+    widget.observe(lambda change: told.append(change.new["problem"]), "view")
+    chosen(widget, "empty.csv", b"")
+    chosen(widget, "empty.csv", b"")
+    assert told == ["empty.csv: the file is empty"] * 2
+
+
+def test_lines_that_do_not_say_how_many_experts_there_are_are_read_and_it_is_said(widget):
+    lines = [f"{call} 0 {layer} {call % 5}:0.6 {5 + layer}:0.4" for call in range(12) for layer in range(3)]
+    chosen(widget, "route.txt", "\n".join(lines).encode())
+    assert widget.view["problem"] is None and "3 MoE layers of 8 experts of 19 MB" in widget.view["about"] and "8 are assumed" in widget.view["about"]
+    chosen(widget, "cut.txt", "\n".join(lines)[:-8].encode())
+    assert widget.view["problem"].startswith("cut.txt, line 36: ")
+
+
+def test_a_small_file_that_unpacks_to_a_large_one_is_a_sentence(widget):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("ids.npy", bytes(explorer_widget.LARGEST_UNPACKED + 1))
+    chosen(widget, "bomb.npz", packed.getvalue())
+    assert "bomb.npz: unpacks to 256 MB" in widget.view["problem"]
 
 
 def test_recorded_traces_are_offered_where_they_are_there(tmp_path, monkeypatch):

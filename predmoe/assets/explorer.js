@@ -46,28 +46,42 @@ function render({ model, el }) {
     <figure class="ex-map"></figure><figure class="ex-timeline"></figure></div>`;
   el.replaceChildren(root);
   const part = (name) => root.querySelector(`.ex-${name}`);
-  let silence = null;
+  let silence = null, gone = false; // gone: the notebook said that its kernel is
 
-  const ask = (changes) => {
+  const settle = () => { clearTimeout(silence); root.removeAttribute("aria-busy"); };
+  const wait = () => { // what is shown belongs to other settings, or to another trace: it is dimmed until an answer comes
     root.setAttribute("aria-busy", "true");
     clearTimeout(silence);
-    silence = setTimeout(() => problem("Nothing answers: this view needs a running kernel. Run the notebook's cells again."), SILENCE_MS);
-    model.set("settings", { ...model.get("settings"), ...changes });
-    model.save_changes(); // a page answers at once, a kernel later
+    silence = setTimeout(lost, gone ? 1000 : SILENCE_MS);
   };
-  const problem = (text) => { part("answer").textContent = text; part("answer").classList.add("ex-problem"); };
+  const lost = () => problem("Nothing answers: this view needs a running kernel. Run the notebook's cells again.", true);
+  const leave = () => { gone = true; lost(); };
+  const problem = (text, stale = false) => { // stale: the numbers are not those of the controls
+    settle();
+    part("answer").textContent = text;
+    part("answer").classList.add("ex-problem");
+    if (stale) { part("results").hidden = true; part("about").textContent = ""; }
+  };
+  const current = () => { const { settings, problem } = model.get("view") ?? {}, asked = model.get("settings"); return problem || (settings && Object.keys(settings).every((name) => settings[name] === asked[name])); };
+  const ask = (changes) => {
+    model.set("settings", { ...model.get("settings"), ...changes });
+    wait();
+    model.save_changes(); // a page answers at once, a kernel later
+    if (current() && !model.get("view").problem) drawView(); // moved to and fro: a kernel has nothing new to say
+  };
   const drawControls = () => {
     const focused = root.contains(document.activeElement) ? document.activeElement.id : null;
     const free = model.get("controls").filter((control) => control.values.length > 1);
     part("controls").replaceChildren(...free.map((control) => field(control, model.get("settings"), id, ask)),
-      ...(model.get("imports") ? [chooser(model, id, problem)] : []), ...held(model));
+      ...(model.get("imports") ? [chooser(model, id, problem, wait)] : []), ...held(model));
     if (focused) document.getElementById(focused)?.focus();
   };
   const drawView = () => {
-    clearTimeout(silence);
-    root.removeAttribute("aria-busy");
     const view = model.get("view");
     if (!view || !view.settings) return;
+    gone = false;
+    if (current()) settle();
+    else wait(); // a slider has been moved on meanwhile
     show(root, view, id);
     root.dataset.settings = JSON.stringify(view.settings);
   };
@@ -83,9 +97,10 @@ function render({ model, el }) {
   model.on("change:controls", drawControls);
   model.on("change:settings", follow);
   model.on("change:view", drawView);
+  model.on("comm_live_update", leave); // a notebook's word that its kernel is gone
   drawControls();
   drawView();
-  return () => { clearTimeout(silence); watch.disconnect(); model.off("change:controls", drawControls); model.off("change:settings", follow); model.off("change:view", drawView); };
+  return () => { clearTimeout(silence); watch.disconnect(); model.off("change:controls", drawControls); model.off("change:settings", follow); model.off("change:view", drawView); model.off("comm_live_update", leave); };
 }
 
 // --- controls ---------------------------------------------------------------------------------------------------------------
@@ -130,15 +145,20 @@ function place(input, control, value) {
   input.parentElement.querySelector("output").textContent = said;
 }
 
-function chooser(model, id, problem) {
+function chooser(model, id, problem, wait) {
   const box = document.createElement("div"), limit = model.get("imports");
   box.className = "ex-control ex-file";
   box.innerHTML = `<label for="${id}-file">A trace of your own</label><input type="file" id="${id}-file" name="file">`;
-  box.querySelector("input").addEventListener("change", async (event) => {
-    const [file] = event.target.files;
+  const input = box.querySelector("input");
+  input.addEventListener("click", () => { input.value = ""; }); // the same file may be chosen again, mended
+  input.addEventListener("change", async () => {
+    const [file] = input.files;
     if (!file) return;
     if (file.size > limit) return problem(`${file.name} has ${(file.size / 1e6).toFixed(1)} MB, more than the ${(limit / 1e6).toFixed(0)} MB that are sent to a kernel: load it in the notebook and give it to explorer().`);
-    model.send({ kind: "import", name: file.name }, undefined, [await file.arrayBuffer()]);
+    let content;
+    try { content = await file.arrayBuffer(); } catch { return problem(`${file.name} cannot be read: it is a folder, it is gone, or you may not read it. Choose another file.`); }
+    wait();
+    model.send({ kind: "import", name: file.name }, undefined, [content]);
   });
   return box;
 }
@@ -162,7 +182,9 @@ function told(view) {
   if (demand.problem) return sentence(demand.problem);
   if (demand.tok_s === null) return "Without prefetch nothing takes any time here, so there is no speed to compare.";
   const start = `Without prefetch ${digits(demand.tok_s)} tok/s`;
-  const ahead = (row, who) => (row.problem ? `with the ${who} no answer: ${row.problem.replace(/\.$/, "")}` : row.note ? `with the ${who}: ${row.note}`
+  const why = (row) => row.problem?.replace(/\.$/, "");
+  if (why(predictor) && why(predictor) === why(oracle)) return `${start}; with prefetch no answer: ${why(oracle)}.`;
+  const ahead = (row, who) => (row.problem ? `with the ${who} no answer: ${why(row)}` : row.note ? `with the ${who}: ${row.note}`
     : `with the ${who} ${digits(row.tok_s)} (${signed(100 * (row.tok_s / demand.tok_s - 1))}%)`);
   return `${start}; ${view.settings.predictor === "none" ? "this trace holds no guesses" : ahead(predictor, name.startsWith("next") ? name : `${name} predictor`)}; ${ahead(oracle, "oracle")}.`;
 }
@@ -213,7 +235,7 @@ function timeline(view, hatch, width) {
 const nice = (x) => { const p = 10 ** Math.floor(Math.log10(x)); return [1, 2, 5, 10].map((m) => m * p).find((v) => v >= x); };
 
 function map(view) {
-  const m = view.map, caption = `<figcaption>The harm map: gain in tok/s (%) of a predictor of each recall and precision on this machine, first ${m?.tokens} tokens.
+  const m = view.map, caption = `<figcaption>The harm map: gain in tok/s (%) of a predictor of each recall and precision on this machine, ${m?.prompt ? `first ${m.tokens} tokens after the prompt` : `first ${m?.tokens} tokens`}.
     Thick line: where help turns to harm.</figcaption>`;
   if (!m || m.problem) return `${caption}<p class="ex-none">${escaped(sentence(m?.problem ?? "there is no map"))}</p>`;
   const size = 62, tall = 42, left = 58, top = 6, columns = m.precisions.length, rows = m.recalls.length, out = [];
@@ -304,7 +326,8 @@ class Tabulated {
     const { map } = data, cells = map.recalls.length * map.precisions.length, base = this.index(map) * cells;
     const gain = map.recalls.map((_, i) => map.precisions.map((_, j) => { const v = numbers.gains[base + i * map.precisions.length + j]; return v === -32768 ? null : v / 1000; }));
     const points = data.points[`${settings.trace}|${settings.arm}|${settings.predictor}|${settings.horizon}|${settings.budget}`] ?? [];
-    return { settings: { ...settings }, about: data.about[`${settings.trace}|${settings.arm}`], problem: null, rows, timeline: lines, map: { ...map, tokens: map.tokens[`${settings.trace}|${settings.arm}`], gain, points } };
+    const held = `${settings.trace}|${settings.arm}`;
+    return { settings: { ...settings }, about: data.about[held], problem: null, rows, timeline: lines, map: { ...map, tokens: map.tokens[held], prompt: (map.prompts ?? []).includes(held), gain, points } };
   }
 }
 
@@ -318,8 +341,16 @@ async function unpacked(data) {
 // Every <div class="explorer-here"> of the page with its table in the script after it.
 async function host(page) {
   for (const place of page.querySelectorAll(".explorer-here")) {
-    const data = JSON.parse(place.nextElementSibling.textContent);
-    render({ model: new Tabulated(data, await unpacked(data)), el: place });
+    try {
+      const data = JSON.parse(place.nextElementSibling.textContent);
+      render({ model: new Tabulated(data, await unpacked(data)), el: place });
+    } catch (error) { // an old browser, or a damaged table: the picture for viewers without scripts is there
+      const picture = place.querySelector("noscript")?.textContent ?? "", said = document.createElement("p");
+      said.className = "problem";
+      said.textContent = `The explorer cannot be shown in this browser (${error.message}); this is its first position.`;
+      place.innerHTML = picture;
+      place.prepend(said);
+    }
   }
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from ..files import parse_json
 from .schema import ABSENT, DECODE, PREFILL, Meta, Trace, TraceError, build
 
 READERS: dict[str, Callable[..., Trace]] = {}
+NAME_IT = "name it with --format (route, tokens, prompts, arrays, colibri)"
 
 
 def read(path: str | os.PathLike, kind: str | None = None, **options) -> Trace:
@@ -62,7 +64,12 @@ def guess(path: Path) -> str:
         return "tokens" if b'"layers"' in line and line.endswith(b"}") else "prompts"
     if line[:1].isdigit() and b":" in line:
         return "colibri"
-    raise TraceError(f"{path}: the format is not recognised; name it with --format ({', '.join(READERS)})")
+    raise TraceError(f"{path}: the format is not recognised; {NAME_IT}")
+
+
+def highest(path: Path) -> int:
+    """The highest expert id in ROUTE_TRACE lines, 0 where there is none: for who must assume how many experts there are."""
+    return max((int(id) for id in re.findall(r"(?<=\s)\d{1,6}(?=:)", path.read_text(encoding="utf-8", errors="replace"))), default=0)
 
 
 def reader(name: str):

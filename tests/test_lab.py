@@ -1,0 +1,75 @@
+"""`predmoe explore` ends its server, and JupyterLab keeps outputs out of the sources; `test_browser_live` starts the real one."""
+
+import copy
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from predmoe import cli, lab, paths
+
+RUN = {"type": "notebook", "content": {
+    "cells": [{"cell_type": "markdown", "metadata": {}, "source": "# A"}, {"cell_type": "code", "metadata": {"tags": ["parameters"], "execution": {"at": 1}}, "source": "x = 1", "outputs": [1], "execution_count": 3}],
+    "metadata": {"kernelspec": {"name": "python3"}, "widgets": {"a": 1}, "language_info": {"name": "python", "version": "3.11"}}}}  # fmt: skip
+
+
+def test_a_source_is_saved_without_what_running_it_put_in():
+    model = copy.deepcopy(RUN)
+    lab.without_outputs(model, paths.NOTEBOOKS / "explore.ipynb")
+    code = model["content"]["cells"][1]
+    assert code == {"cell_type": "code", "metadata": {"tags": ["parameters"]}, "source": "x = 1", "outputs": [], "execution_count": None}
+    assert model["content"]["metadata"] == {"kernelspec": {"name": "python3"}, "language_info": {"name": "python"}}
+
+
+@pytest.mark.parametrize("path", ["outputs/cpu/explore/explore.ipynb", "mine.ipynb", "notebooks/folder/mine.ipynb"])
+def test_any_other_notebook_is_saved_as_it_is(path):
+    model = copy.deepcopy(RUN)
+    lab.without_outputs(model, paths.ROOT / path)
+    assert model == RUN
+
+
+def test_what_is_no_whole_notebook_is_let_through():
+    for model in ({"type": "file", "content": "x"}, {"type": "notebook", "content": None}, {"type": "notebook"}):
+        lab.without_outputs(dict(model), paths.NOTEBOOKS / "explore.ipynb")
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_server_is_asked_to_end_and_killed_where_it_does_not(monkeypatch, deaf):
+    monkeypatch.setattr(lab, "PATIENCE_SECONDS", 0.5 if deaf else 60.0)
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN if %r else lambda *_: sys.exit(7))" % deaf
+    server = subprocess.Popen([sys.executable, "-c", f"import signal, sys, time; {ignore}; print('up', flush=True); time.sleep(60)"], stdout=subprocess.PIPE, text=True)
+    with server.stdout:
+        assert server.stdout.readline() == "up\n"
+        lab._end(server)
+    assert server.returncode == (-signal.SIGKILL if deaf else 7)
+
+
+@pytest.mark.parametrize("how, code, words", [(KeyboardInterrupt(), 130, "interrupted"), (cli.Stopped(signal.SIGTERM), 143, "stopped by SIGTERM")])
+def test_ctrl_c_ends_the_server_and_says_what_has_ended(monkeypatch, capsys, how, code, words):
+    """The server stands in as a sleeping process; nobody speaks of checkpoints."""
+    started = []
+
+    def popen(command, **options):
+        assert options == {"start_new_session": True} and command[-1] == "--no-browser" and "--ServerApp.jpserver_extensions=predmoe.lab=True" in command
+        started.append(real([sys.executable, "-c", "import time; time.sleep(60)"]))
+        started[0].wait = lambda timeout=None, wait=started[0].wait: wait(timeout) if timeout or started[0].poll() is not None else stop()
+        return started[0]
+
+    def stop():
+        if not stop.done:
+            stop.done = True
+            raise how
+        return type(started[0]).wait(started[0])
+
+    stop.done, real = False, subprocess.Popen
+    monkeypatch.setattr(lab.subprocess, "Popen", popen)
+    began = time.monotonic()
+    assert cli.main(["explore", "--no-browser"]) == code
+    assert capsys.readouterr().err == f"predmoe: {words}; the server and its kernels have ended, and what was saved is kept\n"
+    assert started[0].returncode == -signal.SIGTERM and time.monotonic() - began < 30
+
+
+def test_a_port_that_is_none_is_a_sentence(capsys):
+    assert cli.main(["explore", "--port", "0"]) == 2 and capsys.readouterr().err == "predmoe: --port 0 must lie in 1..65535\n"
