@@ -148,15 +148,8 @@ def claims(decided: Iterable[Mapping], *, parts: bool = True) -> str:
 
 def _verdict(claim: Mapping) -> str:
     """A verdict's word; of one that holds in direction and not in size, at which horizons."""
-    at = _other_size(claim)
+    at = deciding.other_size(claim)
     return VERDICTS[claim["verdict"]] + ("" if at is None else " (size" + (f": {prose(at)}" if at else "") + ")")
-
-
-def _other_size(claim: Mapping) -> str | None:
-    """Of a claim that is partly replicated because of its size: the horizons at which the size differs ("" where it has none); None of any other claim."""
-    if claim["verdict"] != stats.PARTLY or claim.get("parts") or stats.OTHER_SIZE not in claim["why"]:
-        return None
-    return ", ".join(re.findall(r"h = \d+", deciding.plain_reason(claim["why"]).partition(stats.OTHER_SIZE)[2]))
 
 
 def parts_held(parts: Sequence[Mapping]) -> str:
@@ -184,7 +177,7 @@ def failed(decided: Iterable[Mapping]) -> str:
 def partly(decided: Iterable[Mapping]) -> str:
     """How many claims replicated in part only because of their size; the others as items of a list, with the reason."""
     held = [c for c in decided if c["verdict"] == stats.PARTLY]
-    rest = [c for c in held if _other_size(c) is None]
+    rest = [c for c in held if deciding.other_size(c) is None]
     said = f"Of the {len(held)} claims that are partly replicated {len(held) - len(rest)} hold in direction and differ more than {stats.MAGNITUDE_FACTOR:g}-fold in size."
     items = [rf"\item \emph{{{prose(c['statement'].rstrip('.'))}}}: \val{{claim.{c['id']}.why}}." for c in rest]
     return said + ("" if not items else " The others:\n\\begin{itemize}\\setlength{\\itemsep}{1pt}\\small\n" + "\n".join(items) + "\n\\end{itemize}")
