@@ -33,7 +33,8 @@ def cell(e: Mapping | None, unit: str = "points") -> str:
 
 def tabular(columns: str, head: Sequence[str], lines: Iterable[Sequence[str] | str], above: str = "") -> str:
     """A tabular with the three rules of booktabs; `above`: a line over the heads, with its own rules."""
-    return "\n".join([rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}", r"\toprule", *([above] if above else []), " & ".join(head) + r" \\", r"\midrule", rows(lines), r"\bottomrule", r"\end{tabular}"])
+    begin, heads = rf"\begin{{tabular}}{{@{{}}{columns}@{{}}}}", " & ".join(head) + r" \\"
+    return "\n".join([begin, r"\toprule", *([above] if above else []), heads, r"\midrule", rows(lines), r"\bottomrule", r"\end{tabular}"])
 
 
 Line = tuple[str, Mapping[int, Mapping], Mapping[int, float]]   # what is compared, our effect by horizon, the reference study's
@@ -45,12 +46,16 @@ def by_horizon(what: str, groups: Iterable[Sequence[Line]]) -> str:
     horizons = sorted({h for group in groups for _, ours, _ in group for h in ours})
     known = any(theirs for group in groups for _, _, theirs in group)
     n, at = len(horizons), [f"${h}$" for h in horizons]
-    above = rf" & \multicolumn{{{n}}}{{c}}{{here, $h=$}}" + (rf" & \multicolumn{{{n}}}{{c}}{{the study's, $h=$}}" if known else "") + rf" \\ \cmidrule(lr){{2-{n + 1}}}" + (rf"\cmidrule(l){{{n + 2}-{2 * n + 1}}}" if known else "")
+    above, rules = rf" & \multicolumn{{{n}}}{{c}}{{here, $h=$}}", rf" \\ \cmidrule(lr){{2-{n + 1}}}"
+    if known:
+        above, rules = above + rf" & \multicolumn{{{n}}}{{c}}{{the study's, $h=$}}", rules + rf"\cmidrule(l){{{n + 2}-{2 * n + 1}}}"
     lines: list[Sequence[str] | str] = []
     for group in groups:
         lines += [r"\addlinespace[2pt]"] if lines else []
-        lines += [[(r"\quad " if name != name.lstrip() else "") + prose(name.strip()), *(cell(ours.get(h)) for h in horizons), *([prose(f"{100 * theirs[h]:+z.1f}") if h in theirs else NONE for h in horizons] if known else [])] for name, ours, theirs in group]
-    return tabular("l" + "c" * n + "r" * (n if known else 0), [what, *at, *(at if known else [])], lines, above)
+        for name, ours, theirs in group:
+            published = [prose(f"{100 * theirs[h]:+z.1f}") if h in theirs else NONE for h in horizons] if known else []
+            lines.append([(r"\quad " if name != name.lstrip() else "") + prose(name.strip()), *(cell(ours.get(h)) for h in horizons), *published])
+    return tabular("l" + "c" * n + "r" * (n if known else 0), [what, *at, *(at if known else [])], lines, above + rules)
 
 
 def _by_h(effects: Iterable[Mapping]) -> dict[int, Mapping]:
@@ -71,7 +76,8 @@ def backbone(result: Mapping, table: Table) -> str:
         if e["treatment"] != e["control"] and e["predictor"] in (PREDICTORS["ranking"], PREDICTORS["linear"]):
             parts.setdefault(f"{e['treatment']} − {e['control']}, {e['predictor']}", {})[e["horizon"]] = e
     return by_horizon("difference in hit@$k$ (points)", [
-        [line("co-trained head − fresh linear on the baseline", isolation.WHOLE), line("   of it, the backbone's", isolation.BACKBONE), line("   of it, co-adaptation of the head", isolation.COADAPTATION)],
+        [line("co-trained head − fresh linear on the baseline", isolation.WHOLE), line("   of it, the backbone's", isolation.BACKBONE),
+         line("   of it, co-adaptation of the head", isolation.COADAPTATION)],
         [line("ranking MLP − linear, both on the joint model", isolation.MLP_JOINT)],
         [(f"gain: {name}", ours, {}) for name, ours in parts.items()],
     ])  # fmt: skip
@@ -88,8 +94,10 @@ def seeds(result: Mapping, table: Table) -> str:
         mine = needs[needs.horizon == h].set_index("effect")
         lines.append([f"${h}$", *(number(100 * std[arm, h], 2) for arm in ("baseline", "joint", spread.DIFFERENCE)), f"{100 * left[h]:.0f}",
                       *(f"{count(mine.paired[size])} ({count(mine.unpaired[size])})" for size in sizes)])  # fmt: skip
-    above = rf" & \multicolumn{{3}}{{c}}{{standard deviation (points)}} & variance & \multicolumn{{{len(sizes)}}}{{c}}{{seeds to find an effect of}} \\ \cmidrule(lr){{2-4}}\cmidrule(l){{6-{5 + len(sizes)}}}"
-    return tabular("l" + "r" * (4 + len(sizes)), ["$h$", "baseline", "joint", "difference", r"left (\%)", *(prose(f"{100 * size:g} point{'' if size == 0.01 else 's'}") for size in sizes)], lines, above)
+    above = (rf" & \multicolumn{{3}}{{c}}{{standard deviation (points)}} & variance & \multicolumn{{{len(sizes)}}}{{c}}{{seeds to find an effect of}}"
+             rf" \\ \cmidrule(lr){{2-4}}\cmidrule(l){{6-{5 + len(sizes)}}}")
+    named = [prose(f"{100 * size:g} point{'' if size == 0.01 else 's'}") for size in sizes]
+    return tabular("l" + "r" * (4 + len(sizes)), ["$h$", "baseline", "joint", "difference", r"left (\%)", *named], lines, above)
 
 
 def longer(result: Mapping, table: Table) -> str:
@@ -119,7 +127,8 @@ def fine_tune(result: Mapping, table: Table) -> str:
             heads.setdefault(e["treatment"], []).append(e)
     levels = {row["predictor"]: row for row in results.reference()["lora"] if row["arm"] == joint}
     own = {int(h): level - levels["linear"][h] for h, level in levels.get("cotrained", {}).items() if h.isdigit()}
-    return by_horizon("difference in hit@$k$ (points)", [[line for line in gains if line[1]], [(f"{arm}: head trained along − fresh linear", _by_h(mine), own if arm == joint else {}) for arm, mine in heads.items()]])
+    along = [(f"{arm}: head trained along − fresh linear", _by_h(mine), own if arm == joint else {}) for arm, mine in heads.items()]
+    return by_horizon("difference in hit@$k$ (points)", [[line for line in gains if line[1]], along])
 
 
 def parts(result: Mapping, table: Table) -> str:
@@ -155,8 +164,8 @@ def tasks(result: Mapping, table: Table) -> str:
         mine, title = {e["measure"]: e for e in result["effects"] if e.get("task") == task}, downstream_study.TITLES[task]
         part = scores[scores.task == title]
         means = part.groupby("arm").accuracy.mean()
-        lines.append([prose(title), f"{part['items'].iloc[0]:.0f}", number(100 * part.chance.iloc[0], 1), *(number(100 * means[arm], 1) for arm in ("baseline", "joint")), cell(mine.get("accuracy")), cell(mine.get("accuracy_norm")),
-                      NONE if "gold" not in mine else cell(mine["gold"], "nats")])  # fmt: skip
+        lines.append([prose(title), f"{part['items'].iloc[0]:.0f}", number(100 * part.chance.iloc[0], 1), *(number(100 * means[arm], 1) for arm in ("baseline", "joint")),
+                      cell(mine.get("accuracy")), cell(mine.get("accuracy_norm")), NONE if "gold" not in mine else cell(mine["gold"], "nats")])  # fmt: skip
     above = r" & & \multicolumn{3}{c}{right answers (\%)} & \multicolumn{3}{c}{joint $-$ baseline} \\ \cmidrule(lr){3-5}\cmidrule(l){6-8}"
     return tabular("lrrrrccc", ["task", "items", "chance", "baseline", "joint", "accuracy (points)", "normalised (points)", "gold answer (nats)"], lines, above)
 
@@ -200,8 +209,9 @@ def say_race(result: Mapping, table: Table) -> str:
     faster, slower = ([p for p, e in ahead if side(e)] for side in (lambda e: e["ci95"][0] > 0, lambda e: e["ci95"][1] < 0))
     apart = [p for p, e in between if e["ci95"][0] > 0 or e["ci95"][1] < 0]
     named = lambda pairs: f" ({'; '.join(f'{model}, {ARMS[source]}' for model, _, source in (p[0].partition('-') for p in pairs))})" if pairs else ""  # noqa: E731
-    return prose(f"With {share:.0%} of the experts in the cache and intervals over {n} model seeds, {len(faster)} of {len(ahead)} prefetches are faster than none{named(faster)} and {len(slower)} slower"
-                 f"{named(slower)}; of {len(between)} comparisons of the joint with the ordinary model under the same prefetch, {len(apart)} {'has' if len(apart) == 1 else 'have'} an interval that excludes zero{named(apart)}.")  # fmt: skip
+    return prose(f"With {share:.0%} of the experts in the cache and intervals over {n} model seeds, {len(faster)} of {len(ahead)} prefetches are faster than none{named(faster)} and "
+                 f"{len(slower)} slower{named(slower)}; of {len(between)} comparisons of the joint with the ordinary model under the same prefetch, {len(apart)} "
+                 f"{'has' if len(apart) == 1 else 'have'} an interval that excludes zero{named(apart)}.")  # fmt: skip
 
 
 def say_engine(result: Mapping, table: Table) -> str:
@@ -212,7 +222,8 @@ def say_engine(result: Mapping, table: Table) -> str:
 
 
 MADE: dict[str, tuple[str, Callable[[Mapping, Table], str]]] = {   # name -> (experiment, how it is made)
-    "table.backbone": ("04_isolation", backbone), "table.seeds": ("06_seeds", seeds), "table.longer": ("09_longer_training", longer), "table.lora": ("10_olmoe_lora", fine_tune), "table.lora-drift": ("10_olmoe_lora", drift),
+    "table.backbone": ("04_isolation", backbone), "table.seeds": ("06_seeds", seeds), "table.longer": ("09_longer_training", longer),
+    "table.lora": ("10_olmoe_lora", fine_tune), "table.lora-drift": ("10_olmoe_lora", drift),
     "table.parts": ("13_olmoe_dose", parts), "table.parts-drift": ("13_olmoe_dose", drift), "table.tasks": ("12_downstream", tasks), "table.race": ("11_engine", race),
     "say.race": ("11_engine", say_race), "say.engine": ("11_engine", say_engine),
 }  # fmt: skip
