@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pandas as pd
 
 from . import boundary, downstream_study, experiments, findings, isolation, results, spread
+from .config import ConfigError
 from .paper_text import NONE, effect, notrun, number
 from .plots import PREDICTORS
 from .plots_simulator import ARMS
@@ -19,10 +20,16 @@ Table = Callable[[str], pd.DataFrame]   # reads a table of the experiment by its
 
 
 def values(profile: str, found: Mapping[str, Mapping]) -> dict[str, str]:
-    """`table.NAME` and `say.NAME` of what stands here, as LaTeX; of an experiment that has not been run, that it has not."""
+    """`table.NAME` and `say.NAME` of what stands here, as LaTeX; of an experiment that has not been run, that it has not.
+
+    Raises ConfigError where results or a table lack what they are made of.
+    """
     made = {}
     for key, (name, make) in MADE.items():
-        made[key] = make(found[name], lambda table, name=name: results.load_table(profile, name, table)) if name in found else notrun(name)
+        try:
+            made[key] = make(found[name], lambda table, name=name: results.load_table(profile, name, table)) if name in found else notrun(name)
+        except (KeyError, AttributeError, IndexError, StopIteration) as error:
+            raise ConfigError(f"the results of {name} do not make the paper's {key} ({error!r}): run the notebook again") from error
     return made
 
 

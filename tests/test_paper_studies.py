@@ -42,6 +42,13 @@ def test_what_has_not_been_run_says_so_in_place_of_its_table():
     assert values.keys() == paper_studies.MADE.keys() and values["table.race"] == r"\notrun{11_engine}" and values["table.lora"] == r"\notrun{10_olmoe_lora}"
 
 
+def test_results_that_lack_what_a_table_is_made_of_are_named(committed):
+    result = copy.deepcopy(committed["11_engine"])
+    del result["provenance"]["parameters"]["shares"]
+    with pytest.raises(paper.ConfigError, match="the results of 11_engine do not make the paper's say.race .*shares.*: run the notebook again"):
+        paper_studies.values("cpu", {"11_engine": result})
+
+
 def test_no_experiment_fills_a_page_with_a_list(committed):
     decided = paper_text.decide(committed, results.claim_specs())
     values = paper_text.values(committed, decided)
