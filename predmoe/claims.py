@@ -79,6 +79,14 @@ def plain_reason(why: str) -> str:
     return why[: match.start()] + (match["joint"] + at if at else "" if match["joint"] == ": " else " in part")
 
 
+def other_size(claim: Mapping) -> str | None:
+    """Of a claim that holds in direction and is partly replicated because of its size alone: the horizons at which the size differs, "h = 1, h = 2" ("" where it
+    has none); None of any other claim, and of one with several parts."""
+    if claim["verdict"] != stats.PARTLY or claim.get("parts") or stats.OTHER_SIZE not in claim["why"]:
+        return None
+    return ", ".join(re.findall(r"h = \d+", plain_reason(claim["why"]).partition(stats.OTHER_SIZE)[2]))
+
+
 def _part(spec: Mapping, arms: list[Mapping] | None, notebook: str) -> dict:
     """A part, or a claim that is its own only part, as claims.json holds it."""
     effects, missing = [], not_run(notebook)

@@ -290,7 +290,7 @@ def say_failed(claims: Sequence[Mapping]) -> list[str]:
     unclear = (stats.NOTHING_EXCLUDED, stats.NOTHING_ESTABLISHED)
     open_ones = sum(all(any(words in part["why"] for words in unclear) for part in claim.get("parts", [claim])) for claim in failed)
     said += [f"For {open_ones} of these {len(failed)} no effect on either side is established: not refuted, but not shown."] if open_ones else []
-    sizes = sum(stats.OTHER_SIZE in claim["why"] and not claim.get("parts") for claim in partly)
+    sizes = sum(deciding.other_size(claim) is not None for claim in partly)
     of_parts = sum(bool(claim.get("parts")) for claim in partly)
     rest = f"; {of_parts} {'consists' if of_parts == 1 else 'consist'} of several parts, not all of which did" if of_parts else ""
     return said + ([f"Of the {len(partly)} that are replicated in part, {sizes} hold in direction and differ more than twofold in size{rest}."] if sizes else [])

@@ -93,6 +93,7 @@ def check(tex: str, values: Mapping[str, str], decided) -> None:
     wrong = [f"claim {name!r}" for name, _ in re.findall(r"\\claim\{([^}]*)\}\{([^}]*)\}", body) if name not in claims]
     asked = re.findall(r"\\val\{([^}#]*)\}", body) + [f"claim.{name}.{what}" for name, what in re.findall(r"\\claim\{([^}]*)\}\{([^}]*)\}", body) if name in claims]
     asked += [f"findings.{name}" for name in re.findall(r"\\findings\{([^}#]*)\}", body)]
+    asked += [f"table.{name}" for name in re.findall(r"\\resulttable\{([^}#]*)\}", body)]
     wrong += [f"value {name!r}" for name in asked if name not in values]
     wrong += [f"experiment {name!r}" for name in re.findall(r"\\(?:ifrun|notrun|findings)\{([^}#]*)\}", body) if name not in paper_text.EXPERIMENTS]
     wrong += [f"figure {name!r}" for name in re.findall(r"\\(?:resultfigure|figref)\{([^}#]*)\}", body) if name not in paper_figures.FIGURES]
@@ -107,7 +108,7 @@ PARTS = (   # in which no number is typed: the abstract, the results, the conclu
 )  # fmt: skip
 WORDS = r"\b(?:three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|hundred|thousand|million|twice|tenfold)\b"
 NO_RESULT = (   # what may hold a digit and is no result: comments, names, columns, lengths
-    r"(?<!\\)%.*", r"\\(?:val|claim|findings|ifrun|notrun|figref|ref|label|cite[tp]?|multicolumn|resultfigure)\{[^}]*\}(?:\{(?:verdict|measured|why|reference|n)\})?",
+    r"(?<!\\)%.*", r"\\(?:val|claim|findings|ifrun|notrun|figref|ref|label|cite[tp]?|multicolumn|resultfigure|resulttable)\{[^}]*\}(?:\{(?:verdict|measured|why|reference|n)\})?",
     r"\\cmidrule\(\w+\)\{[^}]*\}", r"\\setlength\{[^}]*\}\{[^}]*\}", r"[pL]\{[\d.]+in\}",
 )  # fmt: skip
 

@@ -78,8 +78,8 @@ FIGURES: dict[str, Spec] = {
     "curves": Spec(experiment="05_cache_simulation", figure="hit_curves", height=3.2, says=paper_captions.curves, text=0.74, draw=lambda r, t: plots_simulator.hit_curves(t("hit_curves"))),
     "fit": Spec(experiment="05_cache_simulation", figure="engine_fit", height=2.1, says=paper_captions.fit, text=0.72, draw=lambda r, t: plots_simulator.engine_fit(t("engine_fit"))),
     "bandwidth": Spec(experiment="08_latency_sensitivity", figure="bandwidth", height=2.9, says=paper_captions.bandwidth, draw=_bandwidth),
-    "map": Spec(experiment="08_latency_sensitivity", figure="map", height=3.5, says=paper_captions.harm, text=0.74, draw=_map),
-    "race": Spec(experiment="11_engine", figure="race", height=2.4, says=paper_captions.race, text=0.74, draw=lambda r, t: plots_engine.race(t("race"))),
+    "map": Spec(experiment="08_latency_sensitivity", figure="map", height=4.2, says=paper_captions.harm, text=0.85, draw=_map),
+    "race": Spec(experiment="11_engine", figure="race", height=3.0, says=paper_captions.race, text=0.74, draw=lambda r, t: plots_engine.race(t("race"))),
     "prediction": Spec(experiment="11_engine", figure="prediction", height=2.4, says=paper_captions.prediction, text=0.74, draw=lambda r, t: plots_engine.prediction(t("prediction"))),
 }  # fmt: skip
 

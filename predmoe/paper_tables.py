@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from . import config, experiments, model, reference_table, results, stats
+from . import config, experiments, model, paper_studies, reference_table, results, stats
 from . import claims as deciding
-from .paper_text import EXPERIMENTS, VERDICTS, effect, notrun, number
+from .paper_text import EXPERIMENTS, NONE, VERDICTS, effect, notrun, number
 from .plots import PREDICTORS
 from .tex import escape, listed, prose, rows
 
 READ = ("ranking", "linear", "next_router", "token_id", "static")   # predictors, the strongest first
-NONE = "--"
 FAULTS = {"1": "a", "2": "b", "4": "c", "5": "d", "6": "e"}   # the simulator's faults: their number in `reference_table.VARIANTS` -> the paper's letter
 
 
@@ -33,7 +32,7 @@ def values(profile: str, found: Mapping[str, Mapping], decided: Sequence[Mapping
     made |= machines(profile) if worth in found else dict.fromkeys(("say.machines", "say.machines-short"), notrun(worth))
     made["say.fits"] = fits(profile) if "08_latency_sensitivity" in found else notrun("08_latency_sensitivity")
     made["table.reproduced"] = reproduced(profile) if worth in found else _absent(worth, 4)
-    return made
+    return made | paper_studies.values(profile, found)
 
 
 def _simulated() -> dict[str, str]:
@@ -87,7 +86,7 @@ def effects(result: Mapping) -> str:
         for i, e in enumerate(experiments.hit_effects(result["arms"], "joint", "baseline", metric=metric, predictors=[predictor])):
             theirs = known.get((predictor, e["horizon"])) if metric == "hit" else None
             lines.append([prose(name) if not i else "", str(e["horizon"]), effect(e, "points"), _p(e["p_holm"]),
-                          f"${100 * theirs:+.1f}$" if theirs is not None else NONE])  # fmt: skip
+                          prose(f"{100 * theirs:+z.1f}") if theirs is not None else NONE])  # fmt: skip
         lines.append(r"\addlinespace[2pt]")
     return rows(lines[:-1])
 
@@ -148,15 +147,8 @@ def claims(decided: Iterable[Mapping], *, parts: bool = True) -> str:
 
 def _verdict(claim: Mapping) -> str:
     """A verdict's word; of one that holds in direction and not in size, at which horizons."""
-    at = _other_size(claim)
+    at = deciding.other_size(claim)
     return VERDICTS[claim["verdict"]] + ("" if at is None else " (size" + (f": {prose(at)}" if at else "") + ")")
-
-
-def _other_size(claim: Mapping) -> str | None:
-    """Of a claim that is partly replicated because of its size: the horizons at which the size differs ("" where it has none); None of any other claim."""
-    if claim["verdict"] != stats.PARTLY or claim.get("parts") or stats.OTHER_SIZE not in claim["why"]:
-        return None
-    return ", ".join(re.findall(r"h = \d+", deciding.plain_reason(claim["why"]).partition(stats.OTHER_SIZE)[2]))
 
 
 def parts_held(parts: Sequence[Mapping]) -> str:
@@ -184,7 +176,7 @@ def failed(decided: Iterable[Mapping]) -> str:
 def partly(decided: Iterable[Mapping]) -> str:
     """How many claims replicated in part only because of their size; the others as items of a list, with the reason."""
     held = [c for c in decided if c["verdict"] == stats.PARTLY]
-    rest = [c for c in held if _other_size(c) is None]
+    rest = [c for c in held if deciding.other_size(c) is None]
     said = f"Of the {len(held)} claims that are partly replicated {len(held) - len(rest)} hold in direction and differ more than {stats.MAGNITUDE_FACTOR:g}-fold in size."
     items = [rf"\item \emph{{{prose(c['statement'].rstrip('.'))}}}: \val{{claim.{c['id']}.why}}." for c in rest]
     return said + ("" if not items else " The others:\n\\begin{itemize}\\setlength{\\itemsep}{1pt}\\small\n" + "\n".join(items) + "\n\\end{itemize}")
@@ -200,9 +192,9 @@ def machines(profile: str) -> dict[str, str]:
         off = [f"{len(part)} {side}, at {ratio.min():.2f} to {ratio.max():.2f} times that end" for part, end, side in ((below, "low", "below it"), (above, "high", "above it"))
                if len(part) for ratio in [part[f"{name}_published"] / part[f"{name}_{end}"]]]  # fmt: skip
         parts.append(f"of {len(known)} {words} {inside.sum()} lie inside the simulated range" + (f" ({' and '.join(off)})" if off else ""))
-        short.append(f"of {len(known)} {words} of machines in use {inside.sum()}")
+        short.append(f"{inside.sum()} of {len(known)} {words}")
     return {"say.machines": prose(f"The range is over what is not published of a machine. {'; '.join(parts).capitalize()}."),
-            "say.machines-short": prose(f"{' and '.join(short)} lie inside what it gives for them.")}  # fmt: skip
+            "say.machines-short": prose(f"{' and '.join(short)} of machines in use lie inside what it gives for them.")}  # fmt: skip
 
 
 def fits(profile: str) -> str:

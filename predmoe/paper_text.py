@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from . import claims as deciding
 from . import config, experiments, findings, results, stats
+from .plots_simulator import ARMS
 from .tex import listed, prose
 
 EXPERIMENTS = {   # name -> what it is about, in the words in which the abstract lists what has not been run
@@ -22,10 +23,19 @@ EXPERIMENTS = {   # name -> what it is about, in the words in which the abstract
 # Findings that the paper says elsewhere or that speak of the notebook itself.
 LEFT_OUT = r"post-hoc fits converged|^All \d+ .* fits|^Our accuracies are|^The public traces are|^Recorded traces|claims of the reference study are decided"
 AGAIN = r"^Under the ranking MLP|^Corrected for|^The joint arm|^Joint training [^:]*(validation loss|margin)|^It [^:]*exact-set"   # said of the primary experiment
-BESIDE = {   # experiment -> findings that its notebook has room for and the paper has not
-    "04_isolation": r"^Linear, |^On the joint backbone", "06_seeds": AGAIN + r"|^To find an effect of 0", "07_controls": r"^Of the baseline model's",
-    "11_engine": r"^\w+-(next_router|linear|oracle|far_\w+) is ", "14_ranking_seeds": AGAIN, "15_frontier": r"^On S[RC]",
+BESIDE = {   # experiment -> findings that stand in a table of the paper (`paper_studies`), are said elsewhere, or have no room in it
+    "04_isolation": r"^Linear, |^Ranking MLP, gain|^On the joint backbone|^At h = \d+ the joint model's own head|^Under a fresh ranking MLP", "06_seeds": AGAIN + r"|^To find|^Standard deviations|^Pairing by seed",
+    "07_controls": r"^Of the baseline model's|^Against the baseline, joint", "09_longer_training": r"^As it stands, joint training [^.]*hit@k|^With [\d.]+ times the tokens it [^.]*hit@k|^At h = \d+ sharper routers",
+    "10_olmoe_lora": r"^Under a fresh linear|^In the arm|^Against the stock", "12_downstream": r"^Every task|normalised accuracy|^Joint training moves the accuracy|^The accuracy",
+    "13_olmoe_dose": r"^LoRA at weight|under the linear predictor|^Of what|^Against the stock", "14_ranking_seeds": AGAIN, "15_frontier": r"^On S[RC]",
 }  # fmt: skip
+RUNNING = ("12_downstream",)   # whose findings are running text however many they are
+REWORDED = (   # what a sentence says beside a table or another sentence of the paper, and what is left of it here
+    (r"so their hit@k is a lower bound: .*", "so their hit@k is a lower bound."), (r", by what is trained: .*? From the least to the most, ", ", from the least that is trained to the most: "),
+    (r" \([\d.]+%, chance [\d.]+%\)", ""), (r"(the baseline model .*): a model of this size knows little, and near chance an accuracy says nothing\.$", r"\1."),
+    (r"^So at", "Across the variations of the recipe, at"), (r"(With the guard prefetching harms in \d+ of \d+ cells) of the map, which has .*?, bad ones too \(gains", r"\1 (gains"),
+)  # fmt: skip
+SOURCES = {name: words for name, words in ARMS.items() if name in ("demand", "next_router", "far_ranking", "far_oracle")}   # the engine's own names for what it prefetches by
 DETAILS = {   # name -> (experiment, the beginning of its finding): single sentences that have a place of their own
     "say.reproduction": ("05_cache_simulation", "With a Zipf exponent"), "say.waste": ("05_cache_simulation", "Waste by an ever-used set"),
     "say.ranked": ("05_cache_simulation", "The study's guesses"), "say.traces": ("05_cache_simulation", "On our models' traces"),
@@ -34,8 +44,12 @@ DETAILS = {   # name -> (experiment, the beginning of its finding): single sente
     "say.prompt": ("08_latency_sensitivity", "From cold"), "say.best": ("08_latency_sensitivity", "With the best setting"),
     "say.map": ("08_latency_sensitivity", "Without the guard prefetching harms"), "say.map-guarded": ("08_latency_sensitivity", "With the guard prefetching harms in"),
     "say.term": ("01_mechanism", "At the end of training"), "say.chosen": ("02_horizons", r"(Of \d+|None of the|No) candidates?"), "say.documents": ("02_horizons", "Resampling"),
+    "say.stated": ("05_cache_simulation", "Of Colibri's machines .*?(Whatever the cache.*)"), "say.own-text": ("05_cache_simulation", r"A model's own continuations .*?\. (\w[^.:]*(?:excludes? zero)[^;]*)$"), "say.exact": ("11_engine", "Greedy tokens"), "say.peers": ("11_engine", "The engine with"),
+    "say.machine": ("11_engine", "The disk:|What reads cost|Computing alone"), "say.reads": ("11_engine", "Reads were"), "say.foretold": ("11_engine", "Simulated against|Without prefetch the simulator|Bytes are off"),
+    "say.bound": ("11_engine", "Time per token over"), "say.measured": ("11_engine", "Measured on"), "say.tuned": ("10_olmoe_lora", "Under a fresh ranking MLP"),
     "say.variations": ("02_horizons", "So at h"), "say.placebo": ("02_horizons", r"Placebo \([^)]*\): its loss"),
 }  # fmt: skip
+NONE = "--"   # in a column of numbers
 VERDICTS = {stats.REPLICATED: "replicated", stats.PARTLY: "partly replicated", stats.NOT_REPLICATED: "not replicated", stats.NOT_TESTED: "not tested"}
 
 
@@ -48,22 +62,32 @@ def values(found: Mapping[str, Mapping], decided: Sequence[Mapping]) -> dict[str
     made = _protocol(found) | _claims(decided) | _sentences(found, decided)
     for name in EXPERIMENTS:
         said = [text for text in found.get(name, {}).get("findings", []) if not re.search(LEFT_OUT, text) and not re.search(BESIDE.get(name, "^$"), text)]
-        made[f"findings.{name}"] = _told(said) if name in found else notrun(name)
+        made[f"findings.{name}"] = _told(name, said) if name in found else notrun(name)
     for key, (name, start) in DETAILS.items():
         if name not in found:
             made[key] = notrun(name)
             continue
-        said = [text for text in found[name]["findings"] if re.match(start, text)]
-        said = [re.sub("^So ", "Across the variations of the recipe, ", text) for text in said]   # where the sentences before it do not stand
-        made[key] = " ".join(map(prose, said)) if said else rf"\notreported{{{name}}}"
+        matches = [match for text in found[name]["findings"] if (match := re.match(start, text))]
+        said = [match[1] if match.re.groups else match.string for match in matches]   # of a beginning with a group only what the group holds
+        made[key] = " ".join(_worded(name, text) for text in said) if said else rf"\notreported{{{name}}}"
     return made
 
 
-def _told(sentences: Sequence[str]) -> str:
-    """Findings as running text, or, where there are more than three, as a list."""
-    if len(sentences) <= 3:
-        return " ".join(map(prose, sentences))
-    return "\n".join([r"\begin{findinglist}", *(rf"\item {prose(text)}" for text in sentences), r"\end{findinglist}"])
+def _told(name: str, sentences: Sequence[str]) -> str:
+    """An experiment's findings as running text, or, where there are more than three, as a list."""
+    told = [_worded(name, text) for text in sentences]
+    if len(told) <= 3 or name in RUNNING:
+        return " ".join(told)
+    return "\n".join([r"\begin{findinglist}", *(rf"\item {text}" for text in told), r"\end{findinglist}"])
+
+
+def _worded(name: str, text: str) -> str:
+    """A finding as LaTeX, without what the paper says beside it."""
+    for pattern, words in REWORDED:
+        text = re.sub(pattern, words, text)
+    if name == "11_engine":
+        text = re.sub(rf"\b({'|'.join(SOURCES)})\b", lambda match: SOURCES[match[1]], text)
+    return prose(text)
 
 
 def notrun(experiment: str) -> str:

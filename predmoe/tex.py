@@ -39,6 +39,7 @@ def prose(text: str) -> str:
     text = re.sub(r"\blambda\b", r"$\\lambda$", text)
     text = re.sub(r"(\d) (points|nats|seeds?|GB/s|tok/s|ms|MB)\b", r"\1~\2", text)
     text = re.sub(r" \[([^][]*, [^][]*)\]", lambda m: f" \\mbox{{[{m[1]}]}}", text)
+    text = re.sub(r"\bFAILS\b", r"\\emph{fails}", text)
     text = re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", text)
     text = re.sub(r"`([^`]+)`", r"\\code{\1}", text)
     return re.sub(r"\b(\d\d(?:\\_[a-z]+)+)\b", r"\\code{\1}", text)   # the names of experiments

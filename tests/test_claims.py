@@ -80,6 +80,13 @@ def test_the_experiment_with_most_seeds_decides_and_of_equals_the_first(seeds, d
     assert claims.deciding(["a", "b", "c"], found) == decides
 
 
+def test_what_differs_in_size_alone_names_its_horizons_and_nothing_else_does():
+    assert claims.other_size(claims.evaluate(CLAIMS["ranking-gain"], made((0.005, 0.043, 0.052)))) == "h = 1"
+    assert claims.other_size(claims.evaluate(CLAIMS["ranking-gain"], made((0.029, 0.043, 0.052)))) is None   # replicated
+    partly = {"verdict": "partly", "why": "every interval excludes zero, but the size differs more than twofold: joint tok_s - baseline tok_s"}
+    assert claims.other_size(partly) == "" and claims.other_size(partly | {"parts": [partly]}) is None and claims.other_size(partly | {"why": "in part"}) is None
+
+
 def test_a_reason_is_read_without_the_names_of_effects():
     claim = claims.evaluate(CLAIMS["ranking-gain"], made((0.005, 0.043, 0.052)))
     assert "joint hit.ranking" in claim["why"] and claims.reason(claim).endswith("but the size differs more than twofold: h = 1") and "uncorrected" in claims.reason(claim)
