@@ -14,7 +14,7 @@ from pathlib import Path
 from . import execute, paths
 from .config import ConfigError
 
-PATIENCE_SECONDS = 15.0   # of a server that ends its kernels
+PATIENCE_SECONDS = 8.0   # of a server that ends its kernels; less than until a signal is raised again (cli.AGAIN_SECONDS). Kernels end by themselves when their server is gone
 
 
 def explore(port: int, browser: bool) -> int:
