@@ -103,7 +103,7 @@ def step_memory(config: RunConfig, *, sequences: int | None = None) -> dict[str,
     kept = L * layer_bytes(m, half) * N + casts + (L * 2.0 * 4 * D * D if half else 0.0)
     gpu = config.train.device != "cpu"
     rows, block = min(GPU_HEAD_ROWS if gpu else HEAD_ROWS, N), V if gpu else min(HEAD_BLOCK, V)
-    head = 2.0 * V * D + 2.0 * rows * block * (1 + (N > rows)) if half else 0.0   # its weight's copy; a block's logits and the last one's gradient before float32 and after
+    head = 2.0 * V * D + 2.0 * rows * block * (1 + (N > rows or V > block)) if half else 0.0   # its weight's copy; a block's logits and the last one's gradient before float32 and after
     copies = 1 + pairs(config) / max(L, 1) if pairs(config) else 0.0   # the stacked MoE inputs, and what flows back into them
     term = (L * D * 4.0 * min(copies, 2.0) + pairs(config) * 5 * E * 4.0) * N
     moments = {

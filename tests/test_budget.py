@@ -75,8 +75,8 @@ def test_a_steps_peak_memory_is_the_formulas_within_a_tenth(change):
 
 
 def test_the_memory_of_the_cpu_tier_is_the_formulas_within_a_tenth():
-    for weight in (0.0, 0.3):
-        config = tier("cpu", objective={"lambda_pred": weight, "ramp_start": 0.0, "ramp_end": 0.0}, train={"batch_size": 8})
+    for weight, dtype in ((0.0, "float32"), (0.3, "float32"), (0.3, "bfloat16")):
+        config = tier("cpu", objective={"lambda_pred": weight, "ramp_start": 0.0, "ramp_end": 0.0}, train={"batch_size": 8, "dtype": dtype})
         peak, _ = allocations(step_of(config))
         assert budget.step_memory(config)["step"] == pytest.approx(peak, rel=0.10)
 
