@@ -40,14 +40,15 @@ def test_a_child_ended_by_a_signal_says_which(corpus, tmp_path, stand_in):
         get_or_train(tiny(corpus), store=tmp_path / "store", report=lambda line: None)
 
 
-def test_a_disk_without_room_for_the_log_is_told_and_not_the_logs_last_line(pair, tmp_path, stand_in):
+def test_a_disk_without_room_for_the_log_is_told_and_not_the_logs_last_line(corpus, tmp_path, stand_in):
     """/dev/full in the log's place: a device on which every write fails as on a full disk."""
     stand_in(f'exec {sys.executable} -m predmoe.worker "$run" > /dev/full 2>&1')
-    run = open_run(pair[1], tmp_path)
+    config = tiny(corpus, objective={})
+    run = open_run(config, tmp_path)
     (run.path / "log.txt").write_text("step 25/30, loss 5.495\n")
     with pytest.raises(RunFailed) as failure:
-        get_or_train(pair[1], store=tmp_path, report=lambda line: None)
-    assert str(failure.value) == (f"run {pair[1].hash} failed: cannot write to the disk of {run.path}, not even to its log: No space left on device; "
+        get_or_train(config, store=tmp_path, report=lambda line: None)
+    assert str(failure.value) == (f"run {config.hash} failed: cannot write to the disk of {run.path}, not even to its log: No space left on device; "
                                   "no earlier checkpoint exists; free some space there and run again")  # fmt: skip
 
 
