@@ -103,7 +103,8 @@ def step_memory(config: RunConfig, *, sequences: int | None = None) -> dict[str,
     kept = L * layer_bytes(m, half) * N + casts + (L * 2.0 * 4 * D * D if half else 0.0)
     gpu = config.train.device != "cpu"
     rows, block = min(GPU_HEAD_ROWS if gpu else HEAD_ROWS, N), V if gpu else min(HEAD_BLOCK, V)
-    head = 2.0 * V * D + 2.0 * rows * block * (1 + (N > rows or V > block)) if half else 0.0   # its weight's copy; a block's logits and the last one's gradient before float32 and after
+    # The head's weight in bf16, and of a block of logits what is so before it is float32 and, of the one before, after.
+    head = 2.0 * V * D + 2.0 * rows * block * (1 + (N > rows or V > block)) if half else 0.0
     copies = 1 + pairs(config) / max(L, 1) if pairs(config) else 0.0   # the stacked MoE inputs, and what flows back into them
     term = (L * D * 4.0 * min(copies, 2.0) + pairs(config) * 5 * E * 4.0) * N
     moments = {
@@ -156,7 +157,8 @@ def sharded_memory(config: RunConfig, cluster: Cluster, *, sequences: int, engin
     root = P - m.num_layers * (experts + attention)
     step, head = step_memory(config, sequences=sequences), 4.0 * m.vocab_size * m.hidden_size   # the head's gradient is of the root
     size = 2.0 if config.train.dtype == "bfloat16" else 4.0
-    activations = max(step["at logits"] - head, step["at term"] - head, step["at experts"] - head - size * experts) - step["casts"]   # gathered as bf16, experts need no copy
+    activations = max(step["at logits"] - head, step["at term"] - head, step["at experts"] - head - size * experts)
+    activations -= step["casts"]   # gathered as bf16, experts need no copy
     parts = {"parts of weights, gradients, moments": 16.0 * P / shards(cluster, engine), "activations": activations,
              "whole while used": 8.0 * root + 2 * (size * experts + 4.0 * attention) + 4.0 * experts}  # fmt: skip
     return parts | {"total": sum(parts.values())}

@@ -100,7 +100,8 @@ def connection_lost(error: BaseException) -> bool:
 def lost_sentence(error: BaseException, left: str) -> str:
     """What a process says that has lost the others. `left`: what `children.remains` says of the run."""
     why = re.sub(r"^\[\S+\] ", "", (str(error).splitlines() or [type(error).__name__])[0]).split(". ")[0][:120]   # gloo begins with a line of its source
-    return f"another process of this run has ended, or cannot be reached any more ({why}), so this one ends as well; what ended the other stands in its own node's log; {left}"
+    return (f"another process of this run has ended, or cannot be reached any more ({why}), so this one ends as well; what ended the other stands in "
+            f"its own node's log; {left}")
 
 
 def world_size() -> int:

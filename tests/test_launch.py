@@ -117,8 +117,9 @@ def nodes(folder, *options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    of = lambda rank: os.environ | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}  # noqa: E731
-    return [subprocess.Popen([sys.executable, "-m", "predmoe.worker", str(folder), *options], env=of(rank), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    both = os.environ | {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [subprocess.Popen([sys.executable, "-m", "predmoe.worker", str(folder), *options], env=both | {"RANK": str(rank)}, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, text=True) for rank in (0, 1)]  # fmt: skip
 
 
 @pytest.mark.parametrize("engine, killed", [("fsdp", 1), ("ddp", 0)])
