@@ -1,6 +1,8 @@
 """Our training step in this checkout against the one in another (`git worktree add CHECKOUT COMMIT`), at the size of the cpu tier.
 
-Both take turns, round by round; the median of the rounds' ratios is told, and exit code 1 where this one is slower by more than 2%.
+Both take turns, round by round, in several pairs of processes one after the other, since two processes of the same code may differ by some percent for
+as long as they live (CHECKOUT may be a copy of this one, which shows how far). The median of the rounds' ratios is told, and exit code 1 where this one
+is slower by more than 2%.
 """
 
 from __future__ import annotations
@@ -31,11 +33,25 @@ def ratio(here: list[dict], there: list[dict], clock: str) -> float:
     return statistics.median(a[clock] / b[clock] for a, b in zip(here, there, strict=True))
 
 
+def pair(name: str, threads: int, options, checkouts: tuple[Path, Path]) -> dict[Path, list[dict]]:
+    """The rounds of one process of each checkout, in turns; the processes start in the order of the checkouts."""
+    steppers = [Stepper(name, size="cpu", threads=threads, warmup=options.warmup, checkout=checkout) for checkout in checkouts]
+    if failed := [f"{checkout}: {stepper.failed}" for checkout, stepper in zip(checkouts, steppers) if stepper.failed]:
+        raise SystemExit(f"against: {failed[0]}")
+    for turn in range(options.rounds):
+        for stepper in steppers[:: 1 if turn % 2 else -1]:   # neither is always first
+            stepper.rounds.append(stepper.ask({"steps": options.steps}))
+    for stepper in steppers:
+        stepper.end()
+    return {checkout: stepper.rounds for checkout, stepper in zip(checkouts, steppers)}
+
+
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--processes", type=int, default=5, help="pairs of processes, one after the other")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of each pair")
     parser.add_argument("--steps", type=int, default=2, help="steps per contender and round")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--cpu-time", action="store_true", help="compare CPU time instead of elapsed time: for a machine that does other work")
@@ -45,20 +61,16 @@ def main() -> int:
     rows, found, slowest = [], {}, 0.0
     for threads in options.threads:
         for name in (OURS, JOINT):
-            pair = [Stepper(name, size="cpu", threads=threads, warmup=options.warmup, checkout=checkout) for checkout in (root, other)]
-            if failed := [f"{checkout}: {stepper.failed}" for checkout, stepper in zip((root, other), pair) if stepper.failed]:
-                raise SystemExit(f"against: {failed[0]}")
-            for turn in range(options.rounds):
-                for stepper in pair[:: 1 if turn % 2 else -1]:   # neither is always first
-                    stepper.rounds.append(stepper.ask({"steps": options.steps}))
-            here, there = pair
-            times = ratio(here.rounds, there.rounds, clock)
+            here, there, single = [], [], []
+            for number in range(options.processes):
+                rounds = pair(name, threads, options, (root, other) if number % 2 else (other, root))
+                here, there, single = here + rounds[root], there + rounds[other], single + [ratio(rounds[root], rounds[other], clock)]
+            times = ratio(here, there, clock)
             slowest = max(slowest, times)
-            rows.append({"step": f"{name}, {threads} thread(s)", f"ms here ({commits[root]})": f"{1e3 * median(here.rounds, clock):.1f}",
-                         f"ms there ({commits[other]})": f"{1e3 * median(there.rounds, clock):.1f}", "time here of there": f"{times:.3f}x"})  # fmt: skip
-            found[f"{name}, {threads}"] = {"here": here.rounds, "there": there.rounds, "ratio": times}
-            for stepper in pair:
-                stepper.end()
+            rows.append({"step": f"{name}, {threads} thread(s)", f"ms here ({commits[root]})": f"{1e3 * median(here, clock):.1f}",
+                         f"ms there ({commits[other]})": f"{1e3 * median(there, clock):.1f}", "time here of there": f"{times:.3f}x",
+                         "single pairs of processes": f"{min(single):.3f} to {max(single):.3f}"})  # fmt: skip
+            found[f"{name}, {threads}"] = {"here": here, "there": there, "ratio": times, "pairs": single}
     text = markdown(rows)
     print(text)
     write(options.json, {"commits": {"here": commits[root], "there": commits[other]}, "clock": clock, "rounds": found}, markdown=text)

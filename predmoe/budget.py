@@ -99,18 +99,21 @@ def step_memory(config: RunConfig, *, sequences: int | None = None) -> dict[str,
     count, size = parameters(config), 2.0 if half else 4.0
     N = (sequences or config.train.batch_size // config.train.accumulate) * m.context
     P = count["total"] + count["heads"]
-    kept = L * layer_bytes(m, half) * N
+    casts = L * 2.0 * 3 * E * D * F if half else 0.0   # autocast's copies of the experts, kept for the backward pass as those of attention are
+    kept = L * layer_bytes(m, half) * N + casts + (L * 2.0 * 4 * D * D if half else 0.0)
     gpu = config.train.device != "cpu"
     rows, block = min(GPU_HEAD_ROWS if gpu else HEAD_ROWS, N), V if gpu else min(HEAD_BLOCK, V)
+    # The head's weight in bf16, and of a block of logits what is so before it is float32 and, of the one before, after.
+    head = 2.0 * V * D + 2.0 * rows * block * (1 + (N > rows or V > block)) if half else 0.0
     copies = 1 + pairs(config) / max(L, 1) if pairs(config) else 0.0   # the stacked MoE inputs, and what flows back into them
     term = (L * D * 4.0 * min(copies, 2.0) + pairs(config) * 5 * E * 4.0) * N
     moments = {
-        "logits": kept + (2 * size + 4) * D * N + 48.0 * N + 4.0 * V * D + 4.0 * rows * (V + (N > rows) * block),
+        "logits": kept + 12.0 * D * N + 48.0 * N + 4.0 * V * D + 4.0 * rows * (V + (N > rows) * block) + head,
         "term": kept + 4.0 * D * N + 4.0 * V * D + term,
         "experts": kept + (8.0 * D + K * size * (2 * D + 3 * F) + 40.0) * N + 4.0 * V * D + size * 3 * E * D * F + (4.0 * L * D * N if pairs(config) else 0.0),
         "gradients": 4.0 * P + layer_bytes(m, half) * N + 8.0 * D * N,
     }
-    return {"held": 12.0 * P, "step": max(moments.values()), "kept": kept, **{f"at {name}": value for name, value in moments.items()}}
+    return {"held": 12.0 * P, "step": max(moments.values()), "kept": kept, "casts": casts, **{f"at {name}": value for name, value in moments.items()}}
 
 
 def check_memory(config: RunConfig, available: int | None = None) -> None:
@@ -155,6 +158,7 @@ def sharded_memory(config: RunConfig, cluster: Cluster, *, sequences: int, engin
     step, head = step_memory(config, sequences=sequences), 4.0 * m.vocab_size * m.hidden_size   # the head's gradient is of the root
     size = 2.0 if config.train.dtype == "bfloat16" else 4.0
     activations = max(step["at logits"] - head, step["at term"] - head, step["at experts"] - head - size * experts)
+    activations -= step["casts"]   # gathered as bf16, experts need no copy
     parts = {"parts of weights, gradients, moments": 16.0 * P / shards(cluster, engine), "activations": activations,
              "whole while used": 8.0 * root + 2 * (size * experts + 4.0 * attention) + 4.0 * experts}  # fmt: skip
     return parts | {"total": sum(parts.values())}

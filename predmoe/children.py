@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 from predmoe import variables
 
@@ -37,6 +38,15 @@ def _silence() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
+
+
+def remains(folder: Path) -> str:
+    """What is left of a run whose process was ended, and what to do: the end of every sentence about that."""
+    if (folder / "finished.json").exists():
+        return "its training is done, and the same command does the rest"
+    if any((folder / name).exists() for name in ("state.pt", "state.json")):
+        return "the last checkpoint stays, and the same command goes on from it"
+    return "no checkpoint exists yet, so the same command begins anew"
 
 
 def say(line: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from predmoe.files import read_json, write_json
 from predmoe.model import MoEModel
 from predmoe.objectives import dispatches
 from predmoe.predictor import Predictor
-from predmoe.train import LOG_EVERY, Trainer, check_device, forward_terms, new_predictor, optimizer_of
+from predmoe.train import LOG_EVERY, Trainer, TrainingError, check_device, forward_terms, new_predictor, optimizer_of
 
 ENGINES = ("ddp", "fsdp", "hsdp")
 BUCKET_MB = {"cpu": 4, "cuda": 25}   # of gradients that are summed while the rest is computed
@@ -92,6 +93,18 @@ def team(device: str) -> Iterator[Team]:
         yield Team(dist.get_rank(), dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
+
+
+def connection_lost(error: BaseException) -> bool:
+    """Whether an error says that another process of the team cannot be reached: it has ended, or its machine has. (gloo has no error of its own.)"""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def lost_sentence(error: BaseException, left: str) -> str:
+    """What a process says that has lost the others. `left`: what `children.remains` says of the run."""
+    why = re.sub(r"^\[\S+\] ", "", (str(error).splitlines() or [type(error).__name__])[0]).split(". ")[0][:120]   # gloo begins with a line of its source
+    return (f"another process of this run has ended, or cannot be reached any more ({why}), so this one ends as well; what ended the other stands in "
+            f"its own node's log; {left}")
 
 
 def world_size() -> int:
@@ -233,6 +246,17 @@ class DistributedTrainer(Trainer):
     def log(self, **values) -> None:
         if self.leader:
             super().log(**values)
+
+    @contextlib.contextmanager
+    def _saving(self):
+        """As `Trainer._saving`; that another process has died while all of them save is no fault of the disk."""
+        try:
+            with super()._saving():
+                yield
+        except TrainingError as error:
+            if error.__cause__ is not None and connection_lost(error.__cause__):
+                raise error.__cause__
+            raise
 
     def save(self) -> None:
         if self.engine == "ddp":

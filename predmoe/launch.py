@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from predmoe.children import end_with_parent, last_words, work_for_parent
+from predmoe.children import end_with_parent, last_words, remains, work_for_parent
 from predmoe.strict import ConfigError
 
 
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         elastic_launch(how, sys.executable)("-u", "-m", "predmoe.worker", str(options.folder), *rest)
     except ChildFailedError as error:
-        return last_words(sentence(*first(error.failures), kept=any((options.folder / name).exists() for name in ("state.pt", "state.json"))))
+        return last_words(sentence(*first(error.failures), left=remains(options.folder)))
     return 0
 
 
@@ -49,16 +49,16 @@ def first(failures: dict) -> tuple[int, object]:
 
 def _said(failure) -> str:
     """The sentence that the worker left (`distributed.report`), or nothing."""
-    text = str(failure.message).split("\n")[0] if failure.exitcode > 0 else ""
+    message = failure.message["message"] if isinstance(failure.message, dict) else str(failure.message)   # a dict has the traceback as well
+    text = message.split("\n")[0] if failure.exitcode > 0 else ""
     return "" if text.startswith("To enable traceback") else text
 
 
-def sentence(rank: int, failure, *, kept: bool) -> str:
-    """What ended first and what to do, from torch's ProcessFailure. `kept`: whether the run has a checkpoint."""
+def sentence(rank: int, failure, *, left: str) -> str:
+    """What ended first and what to do, from torch's ProcessFailure. `left`: what `children.remains` says of the run."""
     how = f"was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
     why = f" ({_said(failure)})" if _said(failure) else ""
-    return f"process {rank} {how}{why}, so the others were stopped; " + (
-        "the last checkpoint stays, and the same command goes on from it" if kept else "no checkpoint exists yet, so the same command begins anew")
+    return f"process {rank} {how}{why}, so the others were stopped; {left}"
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ class FolderLock:
         """Whether the lock is still this process's."""
         return _holder(self.path) == self._me
 
+    def check(self) -> None:
+        """Call `lost` where the lock is another one's by now: before a write, since the next heartbeat may come after it."""
+        with contextlib.suppress(OSError):   # a shared disk that does not answer for a moment: the next beat asks again
+            if not self.held():
+                self.lost(describe(self.path))
+
     def claim(self) -> bool:
         """Hold the lock from now on, where nobody living does; returns whether it is held."""
         if not self._try():

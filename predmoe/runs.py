@@ -11,6 +11,7 @@ child process of its own, so that a notebook can be interrupted at any moment wi
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -275,9 +276,11 @@ def _why(run: Run, exit_code: int, begun: int) -> str:
         return f"failed: cannot write to the disk of {run.path}, not even to its log: {unsaid}; {kept}; free some space there and run again"
     log = run.path / "log.txt"
     if exit_code > 0 and log.stat().st_size <= begun:
-        return f"failed: exit code {exit_code} without a word in its log (log: {log})"
-    how = f"was ended by signal {-exit_code} after" if exit_code < 0 else "failed"
-    return f"{how}: {_last_line(run)} (log: {log})"
+        return f"failed: exit code {exit_code} without a word in its log (log: {log}); {children.remains(run.path)}"
+    if exit_code < 0:
+        by = ", which is also how the kernel ends what needs more memory than there is" if exit_code == -signal.SIGKILL else ""
+        return f"was ended by signal {-exit_code}{by}, after: {_last_line(run)} (log: {log}); {children.remains(run.path)}"
+    return f"failed: {_last_line(run)} (log: {log})"
 
 
 def _last_line(run: Run) -> str:

@@ -70,7 +70,11 @@ def save(trainer, *, leader: bool) -> None:
     if leader:
         with open(log, "rb") as file:   # on the disk before a checkpoint that counts on its bytes
             os.fsync(file.fileno())
-        write_json(folder / POINTER, {"folder": name, "step": trainer.step, "seconds": trainer.seconds, "log_bytes": log.stat().st_size})
+        try:
+            write_json(folder / POINTER, {"folder": name, "step": trainer.step, "seconds": trainer.seconds, "log_bytes": log.stat().st_size})
+        except OSError:
+            shutil.rmtree(folder / name, ignore_errors=True)   # likewise
+            raise
         (folder / "state.pt").unlink(missing_ok=True)
         _remove_folders(folder, but=name)
 

@@ -99,22 +99,23 @@ def forward_terms(model, predictor, windows: torch.Tensor, config: RunConfig, *,
         except ValueError as error:  # a router's scores are NaN
             raise TrainingError(f"the loss is not finite at step {step} ({error}); lower the learning rate or a term's weight") from error
     parts = terms(output.loss, output.routing, predictor, config.objective, batch=len(windows), progress=step / config.train.steps, table=table,
-                  tokens_N=windows[:, :-1].reshape(-1), shares_LE=shares(output.routing))  # fmt: skip
+                  tokens_N=None if table is None else windows[:, :-1].reshape(-1), shares_LE=shares(output.routing))  # fmt: skip
     return parts, stack(output.routing, "experts_NK") if table is not None else None
 
 
 class Trainer:
     """One run in one folder. `train()` goes on from the last checkpoint and returns when the last step is done, or after
-    `pause_after` seconds with a checkpoint. `leader`: whether this process writes what is written once (`distributed`)."""
+    `pause_after` seconds with a checkpoint. `leader`: whether this process writes what is written once (`distributed`). `owned` is called before
+    each write: it ends a process whose run is another one's by now, as after a machine has slept."""
 
     leader, table, loader, deferred = True, None, None, False
 
     def __init__(self, config: RunConfig, folder: Path, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, pause_after: float | None = None,
-                 progress=lambda line: None):  # fmt: skip
+                 progress=lambda line: None, owned=lambda: None):  # fmt: skip
         check_device(config.train.device)
         torch.set_num_threads(config.train.threads)
         self.config, self.folder = config, Path(folder)
-        self.checkpoint_seconds, self.pause_after, self.progress = checkpoint_seconds, pause_after, progress
+        self.checkpoint_seconds, self.pause_after, self.progress, self.owned = checkpoint_seconds, pause_after, progress, owned
         self.tokens: Tokens = self.text()
         if self.tokens.tokenizer.vocab_size > config.model.vocab_size:
             raise ConfigError(f"tokenizer {config.data.tokenizer} has {self.tokens.tokenizer.vocab_size} entries, the model only vocab_size={config.model.vocab_size}")
@@ -160,6 +161,7 @@ class Trainer:
     @contextmanager
     def _saving(self):
         """Where files are written: on a full disk the last good checkpoint stays and the run stops with a sentence."""
+        self.owned()
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a failed write
@@ -178,10 +180,12 @@ class Trainer:
             try:
                 with open(self._log, "rb") as log:  # on the disk before a checkpoint that counts on its bytes
                     os.fsync(log.fileno())
+                partial.unlink(missing_ok=True)   # a process that lost the run in its sleep may still have it open
                 with open(partial, "wb") as file:
                     torch.save(state, file)
                     file.flush()
                     os.fsync(file.fileno())
+                self.owned()   # writing may have taken long
                 partial.replace(self._state)
             except Exception:
                 partial.unlink(missing_ok=True)
@@ -286,7 +290,8 @@ class Trainer:
             if not self.deferred and not torch.isfinite(loss):
                 raise self.not_finite(", ".join(f"{name} {value.item():.4g}" for name, value in parts.items()))
             (loss if config.accumulate == 1 else loss / config.accumulate).backward()
-            seen.append((windows[:, :-1].reshape(-1), experts_LNK))
+            if self.table is not None:
+                seen.append((windows[:, :-1].reshape(-1), experts_LNK))
             values = {name: value.detach() / config.accumulate + values.get(name, 0.0) for name, value in parts.items()} if config.accumulate > 1 else parts
         self.clip()
         factor = learning_rate(config, self.step)

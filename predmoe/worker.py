@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from predmoe import distributed, locking, provenance, sharding
 from predmoe.budget import check_memory, out_of_memory, too_large
 from predmoe.checkpoint import load_checkpoint
-from predmoe.children import FAILED, end_with_parent, last_words, say
+from predmoe.children import FAILED, end_with_parent, last_words, remains, say
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig
 from predmoe.data import Tokens, prepare
 from predmoe.files import read_config, read_json, read_lines, reason, write_json
@@ -34,8 +34,9 @@ FURTHER = {"locality": LocalityConfig, "downstream": DownstreamConfig}   # measu
 
 
 def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKPOINT_SECONDS, pause_after: float | None = None, team=None, engine: str = "ddp",
-          progress=print) -> None:  # fmt: skip
-    """Bring the run to its end, or to a pause, unless it is finished and its checkpoint is there. `team`, `engine`: as `distributed` has them."""
+          progress=print, owned=lambda: None) -> None:  # fmt: skip
+    """Bring the run to its end, or to a pause, unless it is finished and its checkpoint is there. `team`, `engine`: as `distributed` has them;
+    `owned`: as `Trainer` has it."""
     if is_complete(folder, config):
         (folder / "state.pt").unlink(missing_ok=True)  # left by a kill in the very last step
         sharding.remove(folder)
@@ -45,7 +46,7 @@ def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKP
     distributed.check(config, team.size if team else 1, engine)
     if team is None and config.train.device == "cpu":
         check_memory(config)
-    options = {"checkpoint_seconds": checkpoint_seconds, "pause_after": pause_after, "progress": progress}
+    options = {"checkpoint_seconds": checkpoint_seconds, "pause_after": pause_after, "progress": progress, "owned": owned}
     if config.finetune is not None:
         if config.finetune.stock is not None and not train_stock(folder, config.finetune.stock, **options):
             return
@@ -69,8 +70,8 @@ def train(folder: Path, config: RunConfig, *, checkpoint_seconds: float = CHECKP
 def train_stock(folder: Path, stock: RunConfig, *, progress=print, **options) -> bool:
     """Bring the run that the run in `folder` starts from to its end, in the same store; waits where another works on it. False where it paused."""
     path = open_run(stock, folder.parent).path
-    with FolderLock(path, waiting=lambda who: progress(f"waiting: {who} works on the stock model")):
-        train(path, stock, progress=lambda line: progress(f"stock model: {line}"), **options)
+    with FolderLock(path, waiting=lambda who: progress(f"waiting: {who} works on the stock model"), lost=lambda who: leave(path, who)) as lock:
+        train(path, stock, progress=lambda line: progress(f"stock model: {line}"), **options | {"owned": lock.check})
         if complete := is_complete(path, stock):
             text_of(path, stock)   # raises where its weights are no longer what it ended with
         return complete
@@ -188,7 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
             elif team.leader:
                 claim(lock)
                 held.callback(lock.release)
-            train(folder, config, checkpoint_seconds=options.checkpoint_seconds, pause_after=options.pause_after, team=team, engine=options.engine, progress=say)
+            train(folder, config, checkpoint_seconds=options.checkpoint_seconds, pause_after=options.pause_after, team=team, engine=options.engine, progress=say,
+                  owned=lock.check if team is None or team.leader else lambda: None)  # fmt: skip
             if team is not None and not team.leader or not is_complete(folder, config):
                 return 0   # measured by the leader alone; a paused run is not measured
             target = folder / f"{options.posthoc}.json"
@@ -203,6 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
         distributed.report(error)
         return last_words(str(error))
     except (MemoryError, RuntimeError) as error:
+        if distributed.connection_lost(error):   # not reported to the launcher: it is never the cause
+            return last_words(distributed.lost_sentence(error, remains(folder)))
         if not out_of_memory(error):
             raise
         distributed.report(error)

@@ -32,10 +32,10 @@ class Random:
         return np.random.default_rng(step).integers(0, self.vocab_size, (batch_size, context + 1))[rows]
 
 
-def small(*, batch=16, lambda_pred=0.0, kind="linear", **model) -> RunConfig:
+def small(*, batch=16, lambda_pred=0.0, kind="linear", dtype="float32", **model) -> RunConfig:
     return build(RunConfig, {
         "model": {"vocab_size": 512, "hidden_size": 64, "num_layers": 4, "num_heads": 2, "expert_size": 64, "num_experts": 8, "top_k": 2, "context": 128} | model,
-        "train": {"steps": 10, "batch_size": batch, "lr": 1e-3, "warmup_steps": 0},
+        "train": {"steps": 10, "batch_size": batch, "lr": 1e-3, "warmup_steps": 0, "dtype": dtype},
         "objective": {"lambda_pred": lambda_pred},
         "predictor": {"horizons": [1, 2], "kind": kind},
     })  # fmt: skip
@@ -44,7 +44,8 @@ def small(*, batch=16, lambda_pred=0.0, kind="linear", **model) -> RunConfig:
 def step_of(config):
     """The trainer's own step on random tokens, after one that gave AdamW its moments."""
     trainer = object.__new__(Trainer)
-    trainer.config, trainer.step, trainer.autocast, trainer.table, trainer.loader, trainer.deferred = config, 5, None, None, None, False
+    trainer.config, trainer.step, trainer.table, trainer.loader, trainer.deferred = config, 5, None, None, False
+    trainer.autocast = torch.bfloat16 if config.train.dtype == "bfloat16" else None
     trainer.stream = Random(config.model.vocab_size)
     trainer.model, trainer.predictor, trainer.optimizer = build_parts(config)
     trainer.training_step()
@@ -63,6 +64,9 @@ def allocations(step) -> tuple[int, int]:
 @pytest.mark.parametrize("change", [
     {}, {"num_layers": 6}, {"hidden_size": 128}, {"expert_size": 256}, {"top_k": 4}, {"num_experts": 32}, {"vocab_size": 4096}, {"num_heads": 8},
     {"lambda_pred": 0.3}, {"lambda_pred": 0.3, "num_layers": 8, "num_experts": 16}, {"batch": 4}, {"batch": 2, "num_experts": 64, "expert_size": 128}, {"context": 256},
+    # Under bf16 autocast: what norms keep stays float32, and the weights' copies come to it.
+    {"dtype": "bfloat16"}, {"dtype": "bfloat16", "lambda_pred": 0.3, "vocab_size": 4096}, {"dtype": "bfloat16", "batch": 4, "num_experts": 32},
+    {"dtype": "bfloat16", "expert_size": 256, "top_k": 4}, {"dtype": "bfloat16", "batch": 2, "num_experts": 64, "expert_size": 128},
 ], ids=str)  # fmt: skip
 def test_a_steps_peak_memory_is_the_formulas_within_a_tenth(change):
     config = small(**change)
@@ -71,8 +75,8 @@ def test_a_steps_peak_memory_is_the_formulas_within_a_tenth(change):
 
 
 def test_the_memory_of_the_cpu_tier_is_the_formulas_within_a_tenth():
-    for weight in (0.0, 0.3):
-        config = tier("cpu", objective={"lambda_pred": weight, "ramp_start": 0.0, "ramp_end": 0.0}, train={"batch_size": 8})
+    for weight, dtype in ((0.0, "float32"), (0.3, "float32"), (0.3, "bfloat16")):
+        config = tier("cpu", objective={"lambda_pred": weight, "ramp_start": 0.0, "ramp_end": 0.0}, train={"batch_size": 8, "dtype": dtype})
         peak, _ = allocations(step_of(config))
         assert budget.step_memory(config)["step"] == pytest.approx(peak, rel=0.10)
 

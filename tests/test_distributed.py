@@ -1,31 +1,23 @@
 """Several processes for one run: they train what one process trains, and any number goes on from what another has written."""
 
-import functools
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from team import together
 from torch.utils._python_dispatch import TorchDispatchMode
 from tiny_runs import JOINT, finished, folder_of, lines, results, tiny
 
-from predmoe import budget, cli, distributed, fleet, locking, runs, sharding, worker
+from predmoe import budget, cli, distributed, fleet, runs, sharding, worker
 from predmoe.checkpoint import load_checkpoint
-from predmoe.config import ConfigError, DataConfig, to_dict
+from predmoe.config import ConfigError, DataConfig
 from predmoe.data import prepare
 from predmoe.distributed import ENGINES, DistributedTrainer, description, record
 from predmoe.files import write_json
-from predmoe.launch import first, sentence
 from predmoe.train import Trainer, TrainingError, load_predictor
 
 STEPS = 50
@@ -301,66 +293,6 @@ def test_what_a_step_sends_is_what_the_plan_on_paper_says(corpus, tmp_path):
         assert seen["gathered"] == pytest.approx(plan["gathered"], rel=0.01) and seen["scattered"] == pytest.approx(plan["scattered"], rel=0.01)
 
 
-def test_a_run_that_another_machine_has_taken_over_is_left_at_once(corpus, tmp_path):
-    """A machine that slept: its lock has gone to another one, which works on the run; two that write would spoil it."""
-    folder = folder_of(tiny(corpus, steps=1_000_000), tmp_path / "run")
-    child = subprocess.Popen([sys.executable, "-m", "predmoe.worker", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 200
-    while not (folder / "timing.json").exists():
-        assert time.monotonic() < deadline and child.poll() is None
-        time.sleep(0.05)
-    other = json.dumps({"pid": 1, "started": "1", "host": "elsewhere", "place": "there"})
-    (folder / "taken").write_text(other)
-    (folder / "taken").replace(folder / "lock")
-    said = child.communicate(timeout=60)[1]
-    assert child.returncode == 2 and said.splitlines()[-1].startswith(f"predmoe: process 1 on elsewhere has taken over the run in {folder}, since nothing had been heard")
-    assert (folder / "lock").read_text() == other
-
-
-def test_a_job_that_is_submitted_again_waits_until_its_last_one_is_surely_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr(locking, "STALE_SECONDS", 0.2)
-    (tmp_path / "lock").write_text(json.dumps({"pid": 1, "started": "1", "host": "elsewhere", "place": "there"}))
-    told = []
-    lock = locking.FolderLock(tmp_path, waiting=told.append)
-    worker.claim(lock, look_seconds=0.01)
-    assert told == ["process 1 on elsewhere"] and lock.held()
-    with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on the run in .*; wait until it has ended"):
-        worker.claim(locking.FolderLock(tmp_path), look_seconds=0.01)
-    lock.release()
-
-
-def test_a_process_that_is_killed_ends_the_job_with_a_sentence_and_little_is_lost(corpus, tmp_path):
-    """Through get_or_train: kill -9 of one rank, the reason in RunFailed, and the second call goes on from the last checkpoint."""
-    config = tiny(corpus, steps=100_000, eval_every=1_000_000)   # until it is killed
-    folder = tmp_path / config.hash
-    killed = {}
-
-    def kill():
-        deadline = time.monotonic() + 200
-        while time.monotonic() < deadline:
-            ranks = {p.environ().get("RANK"): p for p in psutil.Process().children(recursive=True) if "predmoe.worker" in p.cmdline()} if sharding.saved(folder) else {}
-            if "1" in ranks:
-                killed["step"] = sharding.saved(folder)["step"]
-                return os.kill(ranks["1"].pid, signal.SIGKILL)
-            time.sleep(0.05)
-
-    watcher = threading.Thread(target=kill)
-    watcher.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "_start", functools.partial(runs._start, options=("--checkpoint-seconds", "0.3")))
-        with pytest.raises(runs.RunFailed, match=r"process 1 was ended by signal 9, so the others were stopped; the last checkpoint stays"):
-            runs.get_or_train(config, store=tmp_path, nproc=2, engine="fsdp", report=lambda line: None)
-    watcher.join()
-    pointer = sharding.saved(folder)
-    assert pointer["step"] >= killed["step"] > 0
-    assert json.loads((folder / "provenance.json").read_text())["processes"] == [{"processes": 2, "engine": "fsdp", "device": "cpu"}]
-    short = to_dict(config) | {"train": to_dict(config)["train"] | {"steps": pointer["step"] + 2}}
-    write_json(folder / "config.json", short)   # the same run, ended soon
-    assert worker.main([str(folder)]) == 0
-    assert lines(folder)[-1]["step"] == pointer["step"] + 2
-    assert json.loads((folder / "provenance.json").read_text())["processes"][-1] == {"processes": 1, "engine": "one process", "device": "cpu"}
-
-
 # ---------------------------------------------------------------------------------------------------------- what is said
 
 
@@ -408,19 +340,6 @@ def test_a_paused_run_goes_on_to_the_same_bits(corpus, tmp_path):
     assert told[-1] == "paused at step 1/30" and (folder / "state.pt").exists() and not (folder / "finished.json").exists()
     Trainer(tiny(corpus), folder).train()
     assert results(folder) == results(whole)
-
-
-def test_the_cause_is_told_and_not_what_followed_from_it():
-    """A process that lost its peer fails as well, perhaps in the same instant: neither hides the one that was killed nor the one that says why."""
-    lost = SimpleNamespace(exitcode=1, message="To enable traceback see: ...", timestamp=1)
-    killed = SimpleNamespace(exitcode=-9, message="Signal 9 (SIGKILL) received", timestamp=2)
-    refused = SimpleNamespace(exitcode=2, message="ConfigError: lr=0 must be positive\nmore", timestamp=2)
-    assert sentence(*first({0: lost, 1: killed}), kept=True) == (
-        "process 1 was ended by signal 9, so the others were stopped; the last checkpoint stays, and the same command goes on from it")
-    assert sentence(*first({0: lost, 3: refused}), kept=True).startswith("process 3 ended with exit code 2 (ConfigError: lr=0 must be positive), so")
-    ended = SimpleNamespace(exitcode=-15, message="Signal 15 (SIGTERM) received", timestamp=0)   # by the launcher, or by a person
-    assert first({0: ended, 3: refused}) == (3, refused) and first({0: ended, 1: killed}) == (1, killed) and first({0: lost, 1: ended}) == (1, ended)
-    assert sentence(*first({0: lost}), kept=False) == "process 0 ended with exit code 1, so the others were stopped; no checkpoint exists yet, so the same command begins anew"
 
 
 def test_the_command_passes_on_how_many_processes(monkeypatch, tmp_path):
