@@ -100,7 +100,7 @@ def _clause(reason: str) -> str:
 
 
 def say_size(effects: Sequence[Mapping]) -> str:
-    """Our gain as a multiple of the reference's, then both in points."""
+    """Our gain and the reference's in points, then ours as a multiple of it."""
     known = _reference_gains()
     common = [e for e in effects if e["horizon"] in known]
     if not common:
@@ -115,8 +115,8 @@ def say_size(effects: Sequence[Mapping]) -> str:
     ours, theirs = (" / ".join(f"{100 * value:+z.1f}" for value in values) for values in ([e["mean"] for e in common], [known[e["horizon"]] for e in common]))
     inside = [e for e in common if e["ci95"] and e["ci95"][0] <= known[e["horizon"]] <= e["ci95"][1]]
     holds = f"our interval contains its value at {_at(inside)}" if inside else "none of our intervals contains its value"
-    return (f"{size} In points, {ours} here and {theirs} there at h = {' / '.join(str(e['horizon']) for e in common)}"
-            f"{f'; {holds}' if common[0]['ci95'] else ''}.")  # fmt: skip
+    return (f"In points of hit@k, {ours} here and {theirs} there at h = {' / '.join(str(e['horizon']) for e in common)}"
+            f"{f'; {holds}' if common[0]['ci95'] else ''}. {size}")  # fmt: skip
 
 
 # --- what is it worth ------------------------------------------------------------------------------------------------------

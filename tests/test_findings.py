@@ -231,13 +231,13 @@ def test_the_first_word_follows_what_is_established(means, held, words):
 
 def test_the_gain_beside_the_reference_s_by_hand():
     effects = [{"horizon": h, "mean": mean, "ci95": ci95, "p_holm": 0.01} for h, mean, ci95 in ((1, 0.0145, [0.01, 0.02]), (4, 0.052, [0.04, 0.06]))]
-    assert headline.say_size(effects) == ("The gain is 0.5 to 1.0 times that of the reference study. In points, +1.5 / +5.2 here and +2.9 / +5.2 there at h = 1 / 4; "
-                                          "our interval contains its value at h = 4.")  # fmt: skip
+    assert headline.say_size(effects) == ("In points of hit@k, +1.5 / +5.2 here and +2.9 / +5.2 there at h = 1 / 4; our interval contains its value at h = 4. "
+                                          "The gain is 0.5 to 1.0 times that of the reference study.")  # fmt: skip
     assert "-0.5 to 1.0 times that of the reference study; at h = 1 it lies on the other side." in headline.say_size([effects[0] | {"mean": -0.0145}, effects[1]])
-    assert "The gain is 1.0 times that of the reference study at h = 4, where it is established. In points, +1.5 / +5.2" in headline.say_size([effects[0] | {"p_holm": 0.2}, effects[1]])
+    assert "The gain is 1.0 times that of the reference study at h = 4, where it is established." in headline.say_size([effects[0] | {"p_holm": 0.2}, effects[1]])
     for nothing in ({"p_holm": 0.2}, {"p_holm": None, "ci95": None}):
         said = headline.say_size([e | nothing for e in effects])
-        assert said.startswith("No gain is established here that could be set against the reference study's. In points, +1.5 / +5.2 here") and "times" not in said
+        assert said.startswith("In points of hit@k, +1.5 / +5.2 here") and said.endswith("No gain is established here that could be set against the reference study's.") and "times" not in said
 
 
 def test_what_the_prediction_term_costs_is_the_median_of_the_rounds_and_its_share_of_operations():
