@@ -69,7 +69,7 @@ def test_the_claims_follow_what_was_measured(without, with_transfer):
 
 def test_where_transfer_begins_is_said_by_the_first_interval_above_zero(without, with_transfer):
     said = [next(f for f in found["13_olmoe_dose"]["findings"] if f.startswith("Joint against baseline under the ranking MLP")) for found in (without, with_transfer)]
-    assert said[0].endswith("the first of these with an interval above zero is: last half of the blocks; of one seed, and so without an interval, is pretraining.")
+    assert said[0].endswith("the first of these with an interval above zero is: last half of the blocks; below zero lies that of LoRA; of one seed, and so without an interval, is pretraining.")
     assert said[1].endswith("the first of these with an interval above zero is: LoRA; of one seed, and so without an interval, is pretraining.")
     assert "pretraining" in said[0] and "a single seed, exploratory" in said[0] and "(single seed)" not in said[0]
     none = {"horizon": 4, "predictor": "ranking", "variation": "LoRA", "mean": 0.0, "ci95": [-0.01, 0.01], "n": 3}
