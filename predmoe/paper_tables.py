@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -231,7 +232,7 @@ def sources(found: Mapping[str, Mapping]) -> dict[str, str]:
     commits = list(dict.fromkeys(result["provenance"]["commit"][:10] for result in found.values()))
     model_commits = list(dict.fromkeys(made["commit"][:10] for made in trained))
     machines = dict.fromkeys(f"{made['hardware']['cpu'].replace('(R)', '')}, {made['hardware']['cores']} cores, {made['hardware']['memory_gb']:g} GB" for made in
-                             [*(result["provenance"] for result in found.values()), *trained])  # fmt: skip
+                             itertools.chain((result["provenance"] for result in found.values()), trained))  # fmt: skip
     packages = next((result["provenance"]["packages"] for result in found.values()), {})
     hours = sum(run["seconds"]["train"] for run in runs.values() if isinstance(run.get("seconds"), Mapping)) / 3600
     code = lambda names: listed([rf"\code{{{escape(name)}}}" for name in names])  # noqa: E731
