@@ -255,6 +255,8 @@ def _paper(options) -> int:
         raise ConfigError("--no-pdf and --bundle: an archive is compiled before it is written, so it needs LaTeX")
     if not options.no_pdf:
         paper_build.need_latex()   # before anything is drawn
+    if options.bundle:
+        paper_build.target_of(options.bundle)
     for note in paper.write(options.profile, any_commit=options.any_commit):
         print(f"predmoe: note: {note}", file=sys.stderr)
     if options.no_pdf:

@@ -7,6 +7,7 @@ defines is an error here, before LaTeX is run, and in LaTeX as well.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,12 +25,19 @@ def write(profile: str, folder: Path = FOLDER, *, any_commit: bool = False, figu
     Raises ConfigError where the results are of several commits or of changed code (unless `any_commit`; the paper then says so itself), where there
     are none, and where main.tex asks for a value or a claim that does not exist.
     """
-    found = load(profile)
+    found = _Read(load(profile))
     doubts = mixture(found)
     if doubts and not any_commit:
         raise ConfigError(f"the results of profile {profile} are not of one clean commit: {'; '.join(doubts)}. Run `predmoe report --profile {profile}` at one commit, or give --any-commit and the paper says so")
-    decided = paper_text.decide(found, results.claim_specs())
-    values = paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found) | paper_figures.conclusions(profile, found)
+    try:
+        decided = paper_text.decide(found, results.claim_specs())
+        values = paper_text.values(found, decided) | paper_tables.values(profile, found, decided) | paper_tables.sources(found) | paper_figures.conclusions(profile, found)
+    except ConfigError as error:
+        if not found.last or any(name in str(error) for name in paper_text.EXPERIMENTS):   # it says where
+            raise
+        raise ConfigError(f"{found.last} of profile {profile}: {error}{': run the notebook again' if isinstance(error, results.ResultError) else ''}") from error
+    except paper_text.LACKING as error:
+        raise ConfigError(f"{found.last} of profile {profile} lacks what the paper says of it ({_where(error)}{error!r}): run the notebook again") from error
     values["source.doubts"] = rf"\textbf{{These results are not of one clean commit:}} {escape('; '.join(doubts))}." if doubts else ""
     asked = (folder / "main.tex").read_text()
     check(asked, values, decided)
@@ -38,6 +46,32 @@ def write(profile: str, folder: Path = FOLDER, *, any_commit: bool = False, figu
     alternatives = paper_figures.write(profile, found, folder / "figures") if figures else {name: paper_figures.alternative(name, found) for name in paper_figures.FIGURES}
     (folder / "numbers.tex").write_text(HEAD.format(profile) + macros(values, found, {name: alt for name, alt in alternatives.items() if alt}))
     return doubts + behind(profile, decided)
+
+
+class _Read(dict):
+    """Results by experiment that remember which was read last, so that an error can say where it arose."""
+
+    last = ""
+
+    def __contains__(self, name):
+        self.last = name if (held := super().__contains__(name)) else self.last
+        return held
+
+    def __getitem__(self, name):
+        self.last = name if name in self else self.last
+        return super().__getitem__(name)
+
+    def values(self):
+        return (self[name] for name in self)
+
+    def get(self, name, default=None):
+        return self[name] if name in self else default
+
+
+def _where(error: BaseException) -> str:
+    """The part of the paper that was being made where an error arose, by the function's name."""
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name.startswith("paper_") and frame.name.isidentifier()]
+    return f"at its {names[-1].strip('_')}: " if names else ""
 
 
 def load(profile: str) -> dict[str, dict]:

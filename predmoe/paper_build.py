@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -59,7 +60,7 @@ def _unbroken(log: str) -> str:
 
 
 def bundle(folder: Path, target: Path) -> Path:
-    """Write the paper's sources as TARGET (.tar.gz): main.tex, numbers.tex, references.bib, main.bbl and figures/. It is compiled in an empty folder
+    """Write the paper's sources as TARGET (`target_of`): main.tex, numbers.tex, references.bib, main.bbl and figures/. It is compiled in an empty folder
     first; the same sources give the same bytes. Raises ConfigError where that does not work."""
     members = [folder / name for name in ("main.tex", "numbers.tex", "references.bib", "main.bbl")]
     members += sorted((folder / "figures").glob("*.pdf"))
@@ -77,6 +78,23 @@ def bundle(folder: Path, target: Path) -> Path:
         with tarfile.open(fileobj=raw) as archive:
             archive.extractall(empty, filter="data")
         compile(Path(empty))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(gzip.compress(raw.getvalue(), mtime=0))
+    target_of(target).parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.write_bytes(gzip.compress(raw.getvalue(), mtime=0))
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def target_of(target: Path) -> Path:
+    """The archive's path as it is. Raises ConfigError where it is a folder or a file that is no gzip archive, which would be lost, or where it cannot be written."""
+    if target.is_dir():
+        raise ConfigError(f"--bundle {target} is a folder: name the archive to be written, such as {target / 'predmoe-arxiv.tar.gz'}")
+    if target.exists() and target.read_bytes()[:2] not in (b"", b"\x1f\x8b"):
+        raise ConfigError(f"--bundle {target} exists and is no gzip archive: it is left as it is; name another file, such as predmoe-arxiv.tar.gz")
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(f"--bundle {target}: {above} is {'not writable' if above.is_dir() else 'a file'}; name another folder")
     return target

@@ -55,6 +55,7 @@ def six(result: Mapping, table: Table) -> str:
 
 def power(result: Mapping, table: Table) -> str:
     known, seeds = table("power"), len({row["seed"] for row in result["arms"]})
+    seeds = min(seeds, known.n.max())   # the curves may end before
     part = known[(known.arm == "paired") & (known.n == seeds)]
     effect = min(part.effect.unique(), key=lambda value: abs(value - 0.01))
     chances = part[part.effect == effect].set_index("horizon").power.sort_index()

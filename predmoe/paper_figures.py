@@ -5,6 +5,7 @@ Each is drawn by the function that drew it in its notebook and then fitted to pr
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from . import controls, experiments, frontier, isolation, paper_captions, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, stats
+from . import controls, experiments, frontier, isolation, paper_captions, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, spread, stats
 from .config import ConfigError
+from .paper_text import LACKING
 from .tex import prose
 
 WIDTH = 6.4   # inches: the text's width in main.tex
@@ -69,7 +71,7 @@ FIGURES: dict[str, Spec] = {
     "summary": Spec(experiment=None, figure="effects", height=2.35, says=paper_captions.summary, draw=_summary),
     "dose": Spec(experiment="03_dose", figure="dose", height=2.4, says=paper_captions.dose, draw=lambda r, t: plots.dose(t("doses"), gate=stats.MAX_LOSS_INCREASE)),
     "six": Spec(experiment="04_isolation", figure="six_arms", height=2.5, says=paper_captions.six, draw=lambda r, t: plots_isolation.six_arms(t("six_arms"), isolation.reference_levels())),
-    "power": Spec(experiment="06_seeds", figure="power", height=2.3, says=paper_captions.power, draw=lambda r, t: plots_isolation.power(t("power"), wanted=0.8)),
+    "power": Spec(experiment="06_seeds", figure="power", height=2.3, says=paper_captions.power, draw=lambda r, t: plots_isolation.power(t("power"), wanted=spread.POWER)),
     "locality": Spec(experiment="07_controls", figure="cost", height=2.4, says=paper_captions.locality, draw=_locality),
     "ladder": Spec(experiment="09_longer_training", figure="ladder", height=2.4, says=paper_captions.ladder, draw=lambda r, t: plots_controls.ladder(t("ladder"))),
     "sizes": Spec(experiment="14_ranking_seeds", figure="sizes", height=2.3, says=paper_captions.sizes,
@@ -89,17 +91,19 @@ def write(profile: str, found: Mapping[str, Mapping], folder: Path) -> dict[str,
 
     A table that its experiment did not write (public traces that are not there, say) leaves its figure out. The same data gives the same bytes.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.pdf"):
-        old.unlink()
-    drawn = {}
+    drawn, pages = {}, {}
     for name, spec in FIGURES.items():
         if (alt := alternative(name, found)) is None:
             continue
         figure = fit(_made(spec, spec.draw, profile, found), WIDTH, spec.height, spec.text)
         with plots.style(), rc_context({"pdf.fonttype": 42}):   # TrueType, as print shops and arXiv want it
-            figure.savefig(folder / f"{name}.pdf", metadata={"CreationDate": None, "Title": alt})
-        drawn[name] = alt
+            figure.savefig(page := io.BytesIO(), format="pdf", metadata={"CreationDate": None, "Title": alt})
+        drawn[name], pages[folder / f"{name}.pdf"] = alt, page.getvalue()
+    folder.mkdir(parents=True, exist_ok=True)   # from here on: what cannot be drawn leaves the old figures
+    for old in set(folder.glob("*.pdf")) - set(pages):
+        old.unlink()
+    for path, page in pages.items():
+        path.write_bytes(page)
     return drawn
 
 
@@ -113,7 +117,9 @@ def _made(spec: Spec, make: Callable, profile: str, found: Mapping[str, Mapping]
     experiment = spec.of(found)
     try:
         return make(found[experiment], lambda name: results.load_table(profile, experiment, name))
-    except (KeyError, AttributeError) as error:   # as pandas says it
+    except ConfigError:
+        raise
+    except LACKING as error:
         raise ConfigError(f"the tables of {experiment} do not make its figure {spec.figure} ({error}): run the notebook again") from error
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from . import boundary, downstream_study, experiments, findings, isolation, results, spread
 from .config import ConfigError
-from .paper_text import NONE, effect, notrun, number
+from .paper_text import LACKING, NONE, effect, notrun, number
 from .plots import PREDICTORS
 from .plots_simulator import ARMS
 from .tex import escape, prose, rows
@@ -28,7 +28,9 @@ def values(profile: str, found: Mapping[str, Mapping]) -> dict[str, str]:
     for key, (name, make) in MADE.items():
         try:
             made[key] = make(found[name], lambda table, name=name: results.load_table(profile, name, table)) if name in found else notrun(name)
-        except (KeyError, AttributeError, IndexError, StopIteration) as error:
+        except ConfigError:
+            raise
+        except LACKING as error:
             raise ConfigError(f"the results of {name} do not make the paper's {key} ({error!r}): run the notebook again") from error
     return made
 

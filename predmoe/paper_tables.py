@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from . import config, experiments, model, paper_studies, reference_table, results, stats
 from . import claims as deciding
-from .paper_text import EXPERIMENTS, NONE, VERDICTS, effect, notrun, number
+from .paper_text import EXPERIMENTS, NONE, VERDICTS, counted, effect, notrun, number
 from .plots import PREDICTORS
 from .tex import escape, listed, prose, rows
 
@@ -23,7 +24,7 @@ def values(profile: str, found: Mapping[str, Mapping], decided: Sequence[Mapping
     made["head.horizons"] = " & ".join(f"${h}$" for h in asked)
     made["list.failed"], made["list.partly"] = failed(decided), partly(decided)
     made |= _simulated()
-    made["quality.seeds"] = str(len({row["seed"] for row in found["02_horizons"]["arms"]})) if "02_horizons" in found else notrun("02_horizons")
+    made["quality.seeds"] = counted(len({row["seed"] for row in found["02_horizons"]["arms"]})) if "02_horizons" in found else notrun("02_horizons")
     drawn = {"table.hits": (main or "02_horizons", 8, hits), "table.effects": (main or "02_horizons", 5, effects), "table.quality": ("02_horizons", 7, quality)}
     for name, (experiment, columns, make) in drawn.items():
         made[name] = make(found[experiment]) if experiment in found else _absent(experiment, columns)
@@ -97,7 +98,7 @@ def _p(value: float | None) -> str:
 
 def quality(result: Mapping) -> str:
     """What an arm costs: loss, its change, load entropy against the baseline's, router entropy, reuse; means over seeds, and whether it passes the gate."""
-    frame, gates = experiments.diagnostics(result["arms"]), {gate["arm"]: gate for gate in result["gates"]}
+    frame, gates = experiments.diagnostics(result["arms"]), {gate["arm"]: gate for gate in experiments.gates(result["arms"])}
     lines = []
     for arm in dict.fromkeys(frame.arm):
         means, gate = frame[frame.arm == arm].mean(numeric_only=True), gates.get(arm)
@@ -191,7 +192,7 @@ def machines(profile: str) -> dict[str, str]:
         below, above = known[known[f"{name}_published"] < known[f"{name}_low"]], known[known[f"{name}_published"] > known[f"{name}_high"]]
         off = [f"{len(part)} {side}, at {ratio.min():.2f} to {ratio.max():.2f} times that end" for part, end, side in ((below, "low", "below it"), (above, "high", "above it"))
                if len(part) for ratio in [part[f"{name}_published"] / part[f"{name}_{end}"]]]  # fmt: skip
-        parts.append(f"of {len(known)} {words} {inside.sum()} lie inside the simulated range" + (f" ({' and '.join(off)})" if off else ""))
+        parts.append(f"of {len(known)} {words} {inside.sum()} {'lies' if inside.sum() == 1 else 'lie'} inside the simulated range" + (f" ({' and '.join(off)})" if off else ""))
         short.append(f"{inside.sum()} of {len(known)} {words}")
     return {"say.machines": prose(f"The range is over what is not published of a machine. {'; '.join(parts).capitalize()}."),
             "say.machines-short": prose(f"{' and '.join(short)} of machines in use lie inside what it gives for them.")}  # fmt: skip
@@ -231,7 +232,7 @@ def sources(found: Mapping[str, Mapping]) -> dict[str, str]:
     commits = list(dict.fromkeys(result["provenance"]["commit"][:10] for result in found.values()))
     model_commits = list(dict.fromkeys(made["commit"][:10] for made in trained))
     machines = dict.fromkeys(f"{made['hardware']['cpu'].replace('(R)', '')}, {made['hardware']['cores']} cores, {made['hardware']['memory_gb']:g} GB" for made in
-                             [*(result["provenance"] for result in found.values()), *trained])  # fmt: skip
+                             itertools.chain((result["provenance"] for result in found.values()), trained))  # fmt: skip
     packages = next((result["provenance"]["packages"] for result in found.values()), {})
     hours = sum(run["seconds"]["train"] for run in runs.values() if isinstance(run.get("seconds"), Mapping)) / 3600
     code = lambda names: listed([rf"\code{{{escape(name)}}}" for name in names])  # noqa: E731

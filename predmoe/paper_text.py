@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from . import claims as deciding
-from . import config, experiments, findings, results, stats
+from . import config, experiments, findings, results, spread, stats
 from .plots_simulator import ARMS
 from .tex import listed, prose
 
@@ -35,7 +35,7 @@ REWORDED = (   # what a sentence says beside a table or another sentence of the 
     (r" \([\d.]+%, chance [\d.]+%\)", ""), (r"(the baseline model .*): a model of this size knows little, and near chance an accuracy says nothing\.$", r"\1."),
     (r"^So at", "Across the variations of the recipe, at"), (r"(With the guard prefetching harms in \d+ of \d+ cells) of the map, which has .*?, bad ones too \(gains", r"\1 (gains"),
 )  # fmt: skip
-SOURCES = {name: words for name, words in ARMS.items() if name in ("demand", "next_router", "far_ranking", "far_oracle")}   # the engine's own names for what it prefetches by
+SOURCES = {name: words for name, words in ARMS.items() if name in ("demand", "next_router", "ranking", "far_ranking", "far_oracle")}   # the engine's own names for what it prefetches by
 DETAILS = {   # name -> (experiment, the beginning of its finding): single sentences that have a place of their own
     "say.reproduction": ("05_cache_simulation", "With a Zipf exponent"), "say.waste": ("05_cache_simulation", "Waste by an ever-used set"),
     "say.ranked": ("05_cache_simulation", "The study's guesses"), "say.traces": ("05_cache_simulation", "On our models' traces"),
@@ -43,13 +43,14 @@ DETAILS = {   # name -> (experiment, the beginning of its finding): single sente
     "say.fit": ("05_cache_simulation", "Fitted on"), "say.field-prefetch": ("05_cache_simulation", "Colibri's prefetch"),
     "say.prompt": ("08_latency_sensitivity", "From cold"), "say.best": ("08_latency_sensitivity", "With the best setting"),
     "say.map": ("08_latency_sensitivity", "Without the guard prefetching harms"), "say.map-guarded": ("08_latency_sensitivity", "With the guard prefetching harms in"),
-    "say.term": ("01_mechanism", "At the end of training"), "say.chosen": ("02_horizons", r"(Of \d+|None of the|No) candidates?"), "say.documents": ("02_horizons", "Resampling"),
+    "say.term": ("01_mechanism", "At the end of training"), "say.chosen": ("02_horizons", r"(?:Of \d+|None of the \d+|No) candidates?"), "say.documents": ("02_horizons", "Resampling"),
     "say.stated": ("05_cache_simulation", "Of Colibri's machines .*?(Whatever the cache.*)"), "say.own-text": ("05_cache_simulation", r"A model's own continuations .*?\. (\w[^.:]*(?:excludes? zero)[^;]*)$"), "say.exact": ("11_engine", "Greedy tokens"), "say.peers": ("11_engine", "The engine with"),
     "say.machine": ("11_engine", "The disk:|What reads cost|Computing alone"), "say.reads": ("11_engine", "Reads were"), "say.foretold": ("11_engine", "Simulated against|Without prefetch the simulator|Bytes are off"),
     "say.bound": ("11_engine", "Time per token over"), "say.measured": ("11_engine", "Measured on"), "say.tuned": ("10_olmoe_lora", "Under a fresh ranking MLP"),
     "say.variations": ("02_horizons", "So at h"), "say.placebo": ("02_horizons", r"Placebo \([^)]*\): its loss"),
 }  # fmt: skip
 NONE = "--"   # in a column of numbers
+LACKING = (LookupError, AttributeError, StopIteration, TypeError, ValueError)   # what arises where results or a table lack what is made of them
 VERDICTS = {stats.REPLICATED: "replicated", stats.PARTLY: "partly replicated", stats.NOT_REPLICATED: "not replicated", stats.NOT_TESTED: "not tested"}
 
 
@@ -86,7 +87,7 @@ def _worded(name: str, text: str) -> str:
     for pattern, words in REWORDED:
         text = re.sub(pattern, words, text)
     if name == "11_engine":
-        text = re.sub(rf"\b({'|'.join(SOURCES)})\b", lambda match: SOURCES[match[1]], text)
+        text = re.sub(rf"\b({'|'.join(SOURCES)})\b(?! MLP)", lambda match: SOURCES[match[1]], text)
     return prose(text)
 
 
@@ -111,7 +112,7 @@ def _protocol(found) -> dict[str, str]:
     asked = found[main]["provenance"]["parameters"] if main else {}
     tier = config.TIERS[asked.get("tier", "cpu")]
     objective, fit = tier.objective, tier.posthoc
-    tokens = tier.train.steps * tier.train.batch_size * tier.model.context
+    tokens = _tokens(tier)
     ran, missing = [name for name in EXPERIMENTS if name in found], [name for name in EXPERIMENTS if name not in found]
     status = f"Of {len(EXPERIMENTS)} planned experiments {len(ran)} have been run; not yet: {', '.join(EXPERIMENTS[name] for name in missing)}." if missing else f"All {len(EXPERIMENTS)} planned experiments have been run."
     size = _size(tier)
@@ -120,15 +121,25 @@ def _protocol(found) -> dict[str, str]:
         "status": prose(status), "gate.loss": f"{100 * stats.MAX_LOSS_INCREASE:g}\\%", "gate.entropy": f"{stats.MIN_LOAD_ENTROPY_RATIO:g}",
         "weight.balance": f"{objective.balance:g}", "weight.joint": f"{asked.get('lambda_pred', 0.3):g}" if asked else notrun("02_horizons"),
         "horizons": listed([str(h) for h in asked["horizons"]]) if asked else notrun("02_horizons"),
-        "horizons.set": ", ".join(map(str, asked["horizons"])) if asked else r"\\dots", "seeds": str(len(asked["seeds"])) if asked else notrun("02_horizons"),
+        "horizons.set": ", ".join(map(str, asked["horizons"])) if asked else r"\dots", "seeds": counted(len(asked["seeds"])) if asked else notrun("02_horizons"),
         "ramp.start": f"{100 * objective.ramp_start:g}\\%", "ramp.end": f"{100 * objective.ramp_end:g}\\%", "heads.lr": f"{tier.train.predictor_lr_scale:g}",
         "fit.every": str(fit.eval_every), "fit.divisor": "4", "fit.patience": str(fit.patience), "heldout.tokens": f"{tier.data.heldout_tokens:,}".replace(",", "\\,"),
+        "level.interval": f"{100 * (1 - stats.SIGNIFICANCE):g}\\%", "level.test": f"{stats.SIGNIFICANCE:g}", "level.power": f"{100 * spread.POWER:g}\\%",
+        "scale.parameters": f"{size['total'] / results.reference()['tiers']['A']['total']:.2g}", "scale.tokens": f"{tokens / _tokens(config.TIERS['a']):.2g}",
         "factor": f"{stats.MAGNITUDE_FACTOR:g}", "least.seeds": str(stats.LEAST_SEEDS), "train.lr": f"{tier.train.lr:g}", "train.tokens": f"{tokens / 1e6:.3g} million",
         "model.total": f"{size['total'] / 1e6:.3g} million", "model.active": f"{size['active'] / 1e6:.3g} million", "model.layers": str(tier.model.num_layers),
         "model.width": str(tier.model.hidden_size), "model.heads": str(tier.model.num_heads), "model.vocab": f"{tier.model.vocab_size:,}".replace(",", "\\,"), "model.context": str(tier.model.context),
         "train.batch": str(tier.train.batch_size), "train.steps": str(tier.train.steps), "train.warmup": str(tier.train.warmup_steps), "train.decay": f"{tier.train.weight_decay:g}",
         "model.experts": str(tier.model.num_experts), "model.k": str(tier.model.top_k), "model.chance": number(tier.model.top_k / tier.model.num_experts, 3),
     }  # fmt: skip
+
+
+def counted(seeds: int) -> str:
+    return f"{seeds} seed{'' if seeds == 1 else 's'}"
+
+
+def _tokens(tier) -> int:
+    return tier.train.steps * tier.train.batch_size * tier.model.context
 
 
 def _tuned(found) -> str:
@@ -188,7 +199,7 @@ def _of_dose(found) -> str:
     ends = [f"{means[name].max():+z.1f} to {means[name].min():+z.1f}" for name in ("margin", "entropy")]
     seeds = part.seed.nunique()
     return prose(f"With the gradient through the target router the margin over the token-id lookup changes by {ends[0]} points, over weights and horizons, "
-                 f"and router entropy by {ends[1]} points of its maximum ({seeds} seed{'s' if seeds > 1 else ''}).")
+                 f"and router entropy by {ends[1]} points of its maximum ({counted(seeds)}).")
 
 
 MAIN = ("effect", "corrected", "smaller", "compared", "linear", "free", "lookup", "margin", "cost", "loss", "reuse", "converged")
@@ -201,7 +212,7 @@ def _of_horizons(found) -> dict[str, str]:
     if (main := experiments.primary(found)) is None:
         return made
     result = found[main]
-    arms, gates = result["arms"], {gate["arm"]: gate["sentence"] for gate in result["gates"]}
+    arms, gates = result["arms"], {gate["arm"]: gate["sentence"] for gate in experiments.gates(result["arms"])}
 
     def by(predictor, metric="hit"):
         return experiments.hit_effects(arms, "joint", "baseline", metric=metric, predictors=[predictor])
@@ -212,8 +223,8 @@ def _of_horizons(found) -> dict[str, str]:
     smaller = ""
     if main != "02_horizons" and "02_horizons" in found:
         fewer = experiments.hit_effects(found["02_horizons"]["arms"], "joint", "baseline", predictors=["ranking"])
-        told = findings.corrected(fewer)
-        smaller = f"Over the {fewer[0]['n']} seeds of 02_horizons, the smaller comparison that these extend: {told[0].lower()}{told[1:]} Where the two differ, what is established hangs on the further seeds."
+        told, moved = findings.corrected(fewer), " / ".join(f"{100 * e['mean']:+z.1f}" for e in fewer)
+        smaller = f"Over the {counted(fewer[0]['n'])} of 02_horizons, the smaller comparison that these extend, it is {moved} points; {told[0].lower()}{told[1:]} Where the two differ, what is established hangs on the further seeds."
     loss, reuse = experiments.scalar_effects(arms, "joint", "baseline", {"val_loss": "nats/token", "reuse": "share of k"})
     said = {
         "effect": findings.say_confirmed(confirmatory, "Under the ranking MLP on both sides, joint training", "hit@k"), "corrected": findings.corrected(confirmatory), "smaller": smaller,
@@ -235,7 +246,7 @@ def _alternative(result) -> dict[str, str]:
     if not any(row["arm"] == "alternative" for row in result["arms"]):
         return {"alternative": "This profile reports no alternative objective.", "alternative-cost": ""}
     against = experiments.hit_effects(result["arms"], "alternative", "joint", predictors=["ranking"])
-    gate = next(gate["sentence"] for gate in result["gates"] if gate["arm"] == "alternative")
+    gate = next(gate["sentence"] for gate in experiments.gates(result["arms"]) if gate["arm"] == "alternative")
     return {"alternative": findings.say_by_horizon(against, "Against the study's objective, the best alternative, chosen on other seeds,", "hit@k"), "alternative-cost": f"It {gate}."}
 
 
@@ -244,6 +255,7 @@ def _of_simulator(found) -> dict[str, str]:
     made = {}
     asked = (("worth", worth, "joint-linear", "baseline-linear", "tok_s", "With our linear predictors' accuracies, joint training", "simulated tokens per second"),
              ("worth-ranking", worth, "joint-ranking", "baseline-ranking", "tok_s", "With our ranking predictors' accuracies, it", "simulated tokens per second"),
+             ("worth-same", worth, "joint-ranking", "baseline-ranking", "tok_s", "With that predictor on both models, joint training", "simulated tokens per second"),
              ("spared", worth, "joint-linear", "baseline-linear", "wasted_mb", "With linear predictors, it", "wasted bytes"),
              ("any", worth, "baseline-ranking", "demand", "tok_s", "Against no prefetch, an ordinary model's ranking predictor", "simulated tokens per second"),
              ("over-free", worth, "joint-ranking", "next-router", "tok_s", "Against prefetching with the next layer's router, which is free, the joint model's ranking predictor", "simulated tokens per second"),
@@ -263,7 +275,7 @@ def _price(arms) -> str:
 
     seeds = len({row["seed"] for row in arms if row["arm"] == "joint-ranking"})
     return (f"In the simulator, mended, joint training changes tokens per second by {by('joint-ranking', 'baseline-ranking')} with the ranking and by {by('joint-linear', 'baseline-linear')} with the "
-            f"linear predictor; prefetching itself, without joint training, by {by('baseline-ranking', 'demand')} ({seeds} seeds).")
+            f"linear predictor; prefetching itself, without joint training, by {by('baseline-ranking', 'demand')}{f' ({seeds} seeds)' if seeds > 1 else ''}.")
 
 
 def decide(found: Mapping[str, Mapping], specs: Iterable[Mapping]) -> list[dict]:

@@ -6,18 +6,29 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
+from .strict import ConfigError
+
 SPECIAL = {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
 SIGNS = {"–": "--", "−": "$-$", "×": r"$\times$", "→": r"$\rightarrow$", "λ": r"$\lambda$", "≥": r"$\ge$", "≤": r"$\le$", "±": r"$\pm$", "≻": r"$\succ$", "…": r"\dots{}",
-         "’": "'", "“": "``", "”": "''", "·": r"$\cdot$", "∞": r"$\infty$", "ß": r"\ss{}", "ø": r"\o{}", "ł": r"\l{}"}  # fmt: skip
+         "’": "'", "“": "``", "”": "''", "·": r"$\cdot$", "µ": r"$\mu$", "®": r"\textregistered{}", "™": r"\texttrademark{}", "∞": r"$\infty$", "ß": r"\ss{}", "ø": r"\o{}", "ł": r"\l{}"}  # fmt: skip
 ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308": '"', "\u030a": "r", "\u030c": "v", "\u0327": "c"}   # combining mark -> LaTeX's
+
+CAPITAL = ("gamma", "delta", "theta", "lambda", "xi", "pi", "sigma", "upsilon", "phi", "psi", "omega")   # those that look like no Latin letter
+SMALL = (*CAPITAL, "alpha", "beta", "epsilon", "zeta", "eta", "iota", "kappa", "mu", "nu", "rho", "tau", "chi")
 
 
 def escape(text: str) -> str:
-    """`text` with LaTeX's own characters made harmless. Raises ValueError on a character that the paper's fonts may lack, so that no glyph is lost."""
-    text = "".join(SPECIAL.get(c) or SIGNS.get(c) or _accented(c) for c in text)
+    """`text` with LaTeX's own characters made harmless. Raises ConfigError on a character that the paper's fonts may lack, so that no glyph is lost."""
+    text = "".join(SPECIAL.get(c) or SIGNS.get(c) or _greek(c) or _accented(c) for c in text)
     if lost := sorted({c for c in text if ord(c) > 126 or ord(c) < 32 and c not in "\n\t"}):
-        raise ValueError(f"no LaTeX is known for the character {lost[0]!r} (U+{ord(lost[0]):04X}) in {text[:60]!r}: add it to tex.SIGNS")
+        raise ConfigError(f"no LaTeX is known for the character {lost[0]!r} (U+{ord(lost[0]):04X}) in {text[:60]!r}: add it to tex.SIGNS")
     return text
+
+
+def _greek(c: str) -> str | None:
+    """A Greek letter that LaTeX has a name for, as a formula."""
+    size, _, name = unicodedata.name(c, "").removeprefix("GREEK ").lower().replace("lamda", "lambda").partition(" letter ")
+    return rf"$\{name}$" if size == "small" and name in SMALL else rf"$\{name.capitalize()}$" if size == "capital" and name in CAPITAL else None
 
 
 def _accented(c: str) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
@@ -113,6 +114,30 @@ def test_single_sentences_are_found_in_the_committed_results(committed, told):
     """A notebook whose words change loses its sentence in the paper: the list of beginnings must follow."""
     lost = [key for key, (name, _) in paper_text.DETAILS.items() if name in committed and "notreported" in told[0][key]]
     assert not lost
+    cut = [key for key, (name, _) in paper_text.DETAILS.items() if name in committed and not re.search(r"[.)]$", told[0][key])]
+    assert not cut   # whole sentences, though a pattern may hold a group
+
+
+def test_what_it_costs_follows_the_arms_that_the_tables_are_made_of(committed):
+    found = copy.deepcopy(committed)
+    for row in found[experiments.primary(found)]["arms"]:
+        row["val_loss"] *= 1.1 if row["arm"] == "joint" else 1
+    decided = paper_text.decide(found, SPECS)
+    before, after = (paper_text.values(these, decided)["say.cost"] for these in (committed, found))
+    assert "passes" in before and "fails" in after and "+9.9" in after
+
+
+def test_one_seed_is_one_seed_and_the_scale_is_computed(committed):
+    found = {name: copy.deepcopy(committed[name]) for name in ("02_horizons", "05_cache_simulation")}
+    for result in found.values():
+        result["arms"] = [row for row in result["arms"] if row["seed"] == 0]
+    found["02_horizons"]["provenance"]["parameters"]["seeds"] = [0]
+    values = paper_text.values(found, [])
+    assert values["seeds"] == "1 seed" and not [key for key, text in values.items() if re.search(r"\b1[ ~]seeds", text)] and "single seed" in values["say.price"]
+    assert float(values["scale.parameters"]) < 0.1 and float(values["scale.tokens"]) < 0.5
+    found["02_horizons"]["provenance"]["parameters"]["tier"] = "a"
+    large = paper_text.values(found, [])
+    assert large["scale.parameters"] == large["scale.tokens"] == "1"
 
 
 def test_the_direction_of_a_sentence_follows_the_data(committed, told):
@@ -124,6 +149,8 @@ def test_the_direction_of_a_sentence_follows_the_data(committed, told):
     for key in ("say.effect", "say.linear", "say.free"):
         assert "raises" in before[key] and "lowers" not in before[key] and "lowers" in after[key] and "raises" not in after[key]
     assert before["say.worth"] == after["say.worth"]   # another experiment
+    if "say.smaller" in before and (signs := re.findall(r"it is ([^;]*) points", before["say.smaller"])):   # of which experiment the sign is said, so that two that disagree are seen to
+        assert signs[0].count("+") == len(signs[0].split("/")) and before["say.smaller"] == after["say.smaller"]
 
 
 @pytest.mark.parametrize("text, said", [(None, "has no claims.json yet: run 00_report"), ("[1,", "is damaged"), ("[1, 2]", "run 00_report again"), ("{}", "it holds a dict")])
@@ -221,10 +248,15 @@ def test_dirty_or_mixed_results_are_refused_by_name_unless_told_otherwise(copied
 
 
 @pytest.mark.parametrize("harm, said", [
-    (lambda cpu, paper: (cpu / "04_isolation" / "six_arms.csv").unlink(), "six_arms.csv of 04_isolation is missing: run the notebook again"),
+    (lambda cpu, paper: (cpu / "04_isolation" / "six_arms.csv").unlink(), "^six_arms.csv of 04_isolation is missing: run the notebook again$"),
     (lambda cpu, paper: (cpu / "04_isolation" / "six_arms.csv").write_text(""), "six_arms.csv of 04_isolation is damaged"),
     (lambda cpu, paper: (cpu / "03_dose" / "doses.csv").write_text("arm,dose,seed,horizon\nboth,1,0,1\n"), "the tables of 03_dose do not make its figure dose .*: run the notebook again"),
     (lambda cpu, paper: (cpu / "06_seeds" / "results.json").rename(cpu / "06_seeds" / "06_seeds.ipynb"), "06_seeds of profile cpu has an executed notebook and no results.json"),
+    (lambda cpu, paper: change(cpu, "06_seeds", lambda r: [row["hit"].pop("ranking") for row in r["arms"]]), "06_seeds of profile cpu.*ranking.*: run the notebook again"),
+    (lambda cpu, paper: (cpu / "08_latency_sensitivity" / "bandwidth.csv").write_text("a,b\n1,2\n"), "08_latency_sensitivity of profile cpu lacks what the paper says of it .at its fits: .*: run the notebook again"),
+    (lambda cpu, paper: change(cpu, "06_seeds", lambda r: r["arms"][0]["hit"]["ranking"].update({"1": float("nan")})), "06_seeds of profile cpu: arm 'baseline', seed 0: hit.ranking.1 is nan.*: run the notebook again"),
+    (lambda cpu, paper: change(cpu, "03_dose", lambda r: r["provenance"].update(hardware={})), "03_dose of profile cpu lacks what the paper says of it .at its sources: KeyError.'cpu'"),
+    (lambda cpu, paper: change(cpu, "06_seeds", lambda r: r["findings"].append("A 中 sign.")), "06_seeds of profile cpu: no LaTeX is known for the character '中'"),
     (lambda cpu, paper: (paper / "references.bib").open("a").write("@misc{doe2024none,\n  title = {{None}},\n}\n"), "references.bib: doe2024none has an entry and is never cited"),
 ])  # fmt: skip
 def test_what_is_lost_or_damaged_is_named_before_anything_is_written(copied, harm, said):
@@ -252,8 +284,19 @@ def test_sentences_are_set_as_a_paper_sets_them(text, set_):
 
 def test_a_glyph_that_might_be_lost_is_an_error_and_accents_are_not():
     assert tex.escape("Kydlíček") == r"Kydl\'{\i}\v{c}ek"
-    with pytest.raises(ValueError, match="U\\+4E2D"):
-        tex.escape("中")
+    assert tex.escape("βΩ λ µ") == r"$\beta$$\Omega$ $\lambda$ $\mu$"
+    for lost in ("中", "Α", "ο"):   # the last two are Greek and look Latin
+        with pytest.raises(ConfigError, match=f"U\\+{ord(lost):04X}"):
+            tex.escape(lost)
+
+
+def test_a_figure_that_cannot_be_drawn_leaves_the_old_ones(committed, tmp_path, monkeypatch):
+    (tmp_path / "old.pdf").write_text("old")
+    monkeypatch.setattr(paper_figures, "FIGURES", {"fit": paper_figures.FIGURES["fit"]})
+    monkeypatch.setattr(results, "load_table", lambda *_: pd.DataFrame({"half": []}))
+    with pytest.raises(ConfigError, match="the tables of 05_cache_simulation do not make its figure engine_fit"):
+        paper_figures.write("cpu", committed, tmp_path)
+    assert (tmp_path / "old.pdf").read_text() == "old"
 
 
 def test_figures_are_redrawn_to_the_same_bytes_with_words_for_who_cannot_see_them(committed, tmp_path, monkeypatch):
@@ -311,6 +354,19 @@ def test_without_latex_the_packages_are_named_and_nothing_is_written(tmp_path, m
     monkeypatch.setattr(paper, "FOLDER", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert cli.main(["paper"]) == 2 and "apt-get install --no-install-recommends texlive" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_an_archive_takes_no_other_files_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(paper_build, "need_latex", lambda: None)
+    monkeypatch.setattr(paper, "write", lambda *_, **__: pytest.fail("nothing is made before the archive's place is looked at"))
+    notes = tmp_path / "notes.tex"
+    notes.write_text("mine")
+    for place, said in ((notes, "is no gzip archive: it is left as it is"), (tmp_path, "is a folder: name the archive"), (notes / "a.tar.gz", "notes.tex is a file; name another folder")):
+        assert cli.main(["paper", "--bundle", str(place)]) == 2 and said in capsys.readouterr().err
+    assert notes.read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["notes.tex"]
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(b""))
+    for place in (tmp_path / "a.tar.gz", tmp_path / "new" / "folder" / "a.tar.gz"):
+        assert paper_build.target_of(place) == place
 
 
 def test_make_and_ci_name_the_same_packages_and_make_fails_without_them(tmp_path):
