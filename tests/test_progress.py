@@ -37,7 +37,7 @@ def work(heard, until, *lines):
 
 def test_a_terminal_has_one_line_that_is_cut_to_its_width_and_is_gone_at_the_end(monkeypatch):
     monkeypatch.setattr(progress.sys, "stdout", screen := Terminal())
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((40, 24)))
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((40, 24)))
     heard, said = Heard(), []
     with told("[1/3] 01_mechanism", heard, said.append, seconds=0.01):
         work(heard, lambda: "…" in screen.getvalue(), "baseline: loss 5.5, and more than there is room for")
