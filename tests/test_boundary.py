@@ -119,7 +119,7 @@ def test_the_reference_studys_fine_tunes_are_differences_of_its_levels():
 
 # --- what they need ----------------------------------------------------------------------------------------------------
 
-def test_the_plan_lists_stock_model_and_fine_tunes_once_each_stock_first(tmp_path, capsys):
+def test_the_plan_lists_stock_model_and_fine_tunes_once_each_stock_first(tmp_path, capsys, monkeypatch):
     items = plan.plan("cpu", ["10", "13"], store=tmp_path)
     stock = items[0].run
     assert items[0].arm == "stock" and stock.finetune is None and stock.model.num_experts == 64 and items[0].notebooks == NAMES
@@ -129,6 +129,7 @@ def test_the_plan_lists_stock_model_and_fine_tunes_once_each_stock_first(tmp_pat
     assert shared == ["stock"] + ["baseline", "joint 0.1"] * 3
     arms = {item.arm for item in items}
     assert {"isolated 0.1", "joint 1", "half baseline", "half joint 1", "full baseline", "full joint 1", "pretraining joint 1"} <= arms
+    monkeypatch.setenv("PREDMOE_STORE", str(tmp_path))   # in the repository's own they are trained
     assert cli.main(["plan", "--profile", "cpu", "--only", "10"]) == 0
     assert "LoRA of rank 16 on run " in capsys.readouterr().out
 
