@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from predmoe import arguments, cli
-from tests.commands import refused
+from commands import refused
 
 
 def options(parser=None):

@@ -3,7 +3,7 @@ import pytest
 from predmoe import children, cli, distributed, paths, variables
 from predmoe.config import ConfigError
 from predmoe.runs import default_store
-from tests.commands import refused
+from commands import refused
 
 
 @pytest.mark.parametrize("name, text, said", [
