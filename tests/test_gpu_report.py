@@ -156,7 +156,7 @@ def test_arms_come_in_pairs_seed_by_seed(corpus):
 
 def test_settings_without_sense_and_a_missing_gpu_are_refused(corpus, tmp_path, capsys):
     assert cli.main(["gpu-report", "--out", str(tmp_path), "--minutes", "0"]) == 2
-    assert "--minutes 0 must be positive" in capsys.readouterr().err
+    assert "--minutes: 0 is not a finite number above 0" in capsys.readouterr().err
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=f"no CUDA device here, .*on a CPU a small tier shows every stage: predmoe gpu-report --tier smoke --seeds 0 --out {tmp_path / 'a'}"):
             gpu_report.run(tmp_path / "a", changes={"data": {"corpus": corpus, "tokenizer": "bpe8k"}}, report=lambda line: None)
