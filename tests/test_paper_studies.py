@@ -52,7 +52,7 @@ def test_results_that_lack_what_a_table_is_made_of_are_named(committed):
 def test_no_experiment_fills_a_page_with_a_list(committed):
     decided = paper_text.decide(committed, results.claim_specs())
     values = paper_text.values(committed, decided)
-    assert max(values[f"findings.{name}"].count(r"\item ") for name in re.findall(r"\\findings\{(\w+)\}", MAIN)) <= 6
+    assert max(values[f"findings.{name}"].count(r"\item ") for name in re.findall(r"\\findings\{(\d\w+)\}", MAIN)) <= 6
 
 
 def test_columns_of_the_study_stand_only_where_it_has_a_number_and_a_missing_horizon_is_a_dash():
