@@ -153,9 +153,10 @@ def test_a_run_goes_on_with_no_other_text(pair, measured, corpus, tmp_path):
 
 @pytest.mark.parametrize("folder", sorted((paths.ROOT / "outputs").glob("*/runs/*/")), ids=lambda folder: folder.name)
 def test_committed_measurements_are_of_the_weights_that_the_run_ended_with(folder):
-    """Weights by their hash; the loss to the bit, but of a fine-tune, which ends on its own module's sums and is measured by the model that its checkpoint makes."""
+    """Weights by their hash; the loss to the bit, but of a fine-tune, which ends on its adapters' sums and is measured by the model that they were merged into: rounding apart,
+    and a token's expert where two are all but equal."""
     ended = json.loads((folder / "finished.json").read_text())
-    same = pytest.approx(ended["val_loss"], rel=1e-6) if json.loads((folder / "config.json").read_text()).get("finetune") else ended["val_loss"]
+    same = pytest.approx(ended["val_loss"], rel=1e-5) if json.loads((folder / "config.json").read_text()).get("finetune") else ended["val_loss"]
     for described in folder.glob("*.config.json"):
         found = json.loads(described.with_name(described.name.replace(".config.json", ".json")).read_text())
         assert found.get("val_loss", ended["val_loss"]) == same and found.get("weights", ended.get("weights")) == ended.get("weights"), described.name
