@@ -76,6 +76,8 @@ def _export(options) -> int:
         kind, equals, file = given.partition("=")
         if not (equals and file):
             raise ConfigError(f"--heads {given!r} is not KIND=FILE, such as ranking=heads.safetensors")
+        if kind in heads:
+            raise ConfigError(f"--heads names two {kind} predictors, {heads[kind]} and {file}; give one of them")
         heads[kind] = Path(file)
     folder = options.checkpoint
     if (folder / "checkpoint" / "config.json").is_file():   # a run of the store

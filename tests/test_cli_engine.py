@@ -234,6 +234,7 @@ def test_models_that_cannot_be_used_are_one_sentence(tmp_path, capsys):
     (["--dtype", "int4"], "dtype='int4' is unknown; choose one of float32, bf16, int8"),
     (["--heads", "linear"], "--heads 'linear' is not KIND=FILE"),
     (["--tokenizer", "foo"], "tokenizer='foo' is unknown; choose one of bpe8k, gpt2, or tokenizer.json"), (["--tokenizer", "tokenizer.json"], "tokenizer.json: no such file"),
+    (["--heads", "linear=/a", "linear=/b"], "--heads names two linear predictors, /a and /b; give one of them"),
     (["--heads", "linear=/none"], "/none cannot be read as the weights of a linear predictor"),
 ])
 def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(tmp_path, capsys, arguments, said):

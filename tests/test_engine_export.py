@@ -254,7 +254,7 @@ def test_two_exports_to_one_folder_at_a_time_do_not_harm_each_other(checkpoint, 
 
 def test_a_disk_that_is_too_full_is_found_out_before_the_first_byte(checkpoint, untouched, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ConfigError, match=r"the export needs 0.00 GB, and .* has 0.00 GB free"):
+    with pytest.raises(ConfigError, match=r"the export needs \d\.\d MB, and .* has 0.0 MB free: free some there, or export to another disk"):
         export(checkpoint[1], untouched)
 
 
@@ -276,7 +276,8 @@ def test_a_write_that_fails_leaves_nothing(checkpoint, untouched, monkeypatch):
 
 def test_folders_that_cannot_be_written_are_named(checkpoint, tmp_path):
     (tmp_path / "there").mkdir()
-    for out, said in ((tmp_path / "there", "is there already"), (tmp_path / "no" / "out", "no such folder to write out in"), ("/sys/out", "needs .* GB|/sys/out cannot be written")):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for out, said in ((tmp_path / "there", "is there already"), (tmp_path / "link", "is there already"), (tmp_path / "no" / "out", "no such folder to write out in"), ("/sys/out", "needs .* MB|/sys/out cannot be written")):
         with pytest.raises(ConfigError, match=said):
             export(checkpoint[1], out)
     with pytest.raises(ConfigError, match="dtype='fp4' is unknown; choose one of float32, bf16, int8"):
@@ -289,7 +290,8 @@ def test_folders_that_cannot_be_written_are_named(checkpoint, tmp_path):
     ({"version": 1}, "version 1, this program reads version 2; export the checkpoint again"),
     ({"format": "gguf"}, "is not the manifest of an exported model"),
     ({"dtype": "fp4"}, "dtype='fp4' is unknown"),
-    ({"model": {"vocab_size": 3}}, "ModelConfig lacks"),
+    ({"model": {"vocab_size": 3}}, "manifest.json is damaged: ModelConfig lacks .*; export the checkpoint again"),
+    ({"tokenizer": []}, "tokenizer is not one of an export"), ({"tokenizer": "../x"}, "tokenizer is not one of an export"), ({"name": None}, "name is not one of an export"),
     ({"offsets": [[0]]}, "offsets and checksums must be"),
     ({"files": {}}, "files are not those of an export; export"), ({"files": {RESIDENT: "0"}}, "files are not those of an export"), ({"files": None}, "is damaged"),
     ({"heads": {"cotrained": [1]}}, "heads are not those of an export"), ({"heads": {"linear": [0]}}, "heads are not those of an export"), ({"heads": []}, "is damaged"),
@@ -302,6 +304,14 @@ def test_a_manifest_of_another_version_or_model_is_refused(checkpoint, tmp_path,
     path = tmp_path / "out" / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=message):
+        load_manifest(tmp_path / "out")
+
+
+def test_a_manifest_without_an_entry_is_refused(checkpoint, tmp_path):
+    export(checkpoint[1], tmp_path / "out")
+    path = tmp_path / "out" / MANIFEST
+    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "offsets"}))
+    with pytest.raises(ConfigError, match="is damaged: it has no 'offsets'; export the checkpoint again"):
         load_manifest(tmp_path / "out")
 
 

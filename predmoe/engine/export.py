@@ -164,7 +164,7 @@ def needed_bytes(config: ModelConfig, dtype: str, alignment: int = ALIGNMENT) ->
 @contextlib.contextmanager
 def _partial(out: Path, config: ModelConfig, dtype: str, alignment: int, fitted: Mapping, progress: Callable[[str], None]) -> Iterator[Path]:
     """The folder to write into, beside `out`, once all is known that could forbid the export; removed at the end unless it was renamed. What goes wrong within is a ConfigError."""
-    if out.exists():
+    if os.path.lexists(out):   # a link that leads nowhere as well: nothing can be renamed onto it
         raise ConfigError(f"{out} is there already: remove it, or export to another folder")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
@@ -172,7 +172,7 @@ def _partial(out: Path, config: ModelConfig, dtype: str, alignment: int, fitted:
     needed = needed_bytes(config, dtype, alignment) + sum(t.nbytes for state, _ in fitted.values() for t in state.values())
     free = shutil.disk_usage(out.parent).free
     if free < needed:
-        raise ConfigError(f"the export needs {needed / 1e9:.2f} GB, and {out.parent} has {free / 1e9:.2f} GB free")
+        raise ConfigError(f"the export needs {needed / 1e6:,.1f} MB, and {out.parent} has {free / 1e6:,.1f} MB free: free some there, or export to another disk")
     temporary = lock = None
     try:
         while lock is None:   # until no other export has taken it for abandoned before it was locked

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import PREDICTORS, ConfigError, ModelConfig, build, to_dict
+from ..config import PREDICTORS, TOKENIZERS, ConfigError, ModelConfig, build, to_dict
 from ..files import parse_json
 
 FORMAT, VERSION = "predmoe-engine", 2
@@ -131,6 +131,8 @@ def load_manifest(folder: str | Path) -> Manifest:
             raise ConfigError(f"{path}: dtype={found['dtype']!r} is unknown; choose one of {', '.join(DTYPES)}")
         if type(found["alignment"]) is not int or not 512 <= found["alignment"] <= 1 << 30 or found["alignment"] & (found["alignment"] - 1):
             raise ConfigError(f"{path}: alignment={found['alignment']!r} must be a power of two from 512 on")
+        if type(found["name"]) is not str or found["tokenizer"] not in (None, TOKENIZER, *TOKENIZERS):
+            raise ConfigError(f"{path} is damaged: {'tokenizer' if type(found['name']) is str else 'name'} is not one of an export; export the checkpoint again")
         tuples = {name: tuple(tuple(row) for row in found[name]) for name in ("offsets", "crc32")}
         if wrong := [name for name, rows in tuples.items() if any(type(entry) is not int or not 0 <= entry < 1 << 62 for row in rows for entry in row)]:
             raise ConfigError(f"{path} is damaged: {wrong[0]} must be whole numbers; export the checkpoint again")
@@ -141,8 +143,8 @@ def load_manifest(folder: str | Path) -> Manifest:
                             files=found["files"], heads={kind: tuple(horizons) for kind, horizons in found["heads"].items()}, tokenizer=found["tokenizer"])  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{path} is damaged: {error}; export the checkpoint again") from None
+            raise ConfigError(str(error) if str(error).startswith(str(path)) else f"{path} is damaged: {error}; export the checkpoint again") from None
+        raise ConfigError(f"{path} is damaged: {f'it has no {error}' if isinstance(error, KeyError) else error}; export the checkpoint again") from None
     _check_files(folder, manifest)
     return manifest
 
