@@ -277,7 +277,7 @@ def test_no_thread_is_left():
     (dict(prefetch=Prefetch(source="linear", guard="window")), "guard='window' is for the simulator only; an engine has none, idle"),
     (dict(prefetch=Prefetch(source="linear", cross_token=True)), "cross_token is for the simulator and the oracle only"),
     (dict(verify="sometimes"), "verify='sometimes' is unknown; choose one of first, always, never"),
-    (dict(lanes=0), "lanes=0: at least one read at a time"),
+    (dict(lanes=0), "lanes=0 must lie in 1..1024: reads at a time"),
 ])  # fmt: skip
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ConfigError, match=message):

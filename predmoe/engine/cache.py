@@ -55,7 +55,7 @@ class ExpertCache:
         if verify not in VERIFY:
             raise ConfigError(f"verify={verify!r} is unknown; choose one of {', '.join(VERIFY)}")
         if not 1 <= lanes <= MOST_LANES:
-            raise ConfigError(f"lanes={lanes}: from 1 to {MOST_LANES} reads at a time, more than a disk takes")
+            raise ConfigError(f"lanes={lanes} must lie in 1..{MOST_LANES}: reads at a time")
         model = manifest.model
         size = np.full(model.num_layers, manifest.block.size, np.int64)
         try:
