@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from predmoe.strict import SEEDS, ConfigError, at_least, choice, count, positive, within
+from predmoe.strict import SEEDS, ConfigError, at_least, choice, count, later, positive, within
 
+RANKING_LOSSES = ("margin", "margin_all")   # functions of `objectives`
 EVAL_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "openbookqa", "lambada_openai")   # the harness's own names
 
 
@@ -15,6 +16,7 @@ class PosthocConfig:
 
     Every `eval_every` steps the mean dev hit@k is taken; an improvement below `min_gain` divides the learning rate by
     4, and after `patience` such divisions the fit has converged. `max_steps` is a stop that is recorded, not a target.
+    `ranking_loss`: what the ranking MLP is fitted with, "margin" (the reference study's) or "margin_all", which still learns where many experts are chosen.
     """
 
     tokens: int = 196_608
@@ -26,8 +28,10 @@ class PosthocConfig:
     patience: int = 3
     max_steps: int = 6000
     seed: int = 0
+    ranking_loss: str = later("margin")
 
     def __post_init__(self):
+        choice("ranking_loss", self.ranking_loss, RANKING_LOSSES)
         for name in ("tokens", "batch_tokens", "eval_every", "patience", "max_steps"):
             count(name, getattr(self, name))
         positive("lr", self.lr)

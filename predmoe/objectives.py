@@ -78,6 +78,21 @@ def margin(predicted_SNE: Tensor, experts_SNK: Tensor) -> Tensor:
     return F.relu(1.0 - weakest + strongest).mean()
 
 
+def margin_all(predicted_SNE: Tensor, experts_SNK: Tensor) -> Tensor:
+    """`margin` asked of every expert: each true one must beat the strongest intruder by 1, and the weakest true one each intruder; mean over the
+    true experts and mean over the others, half and half, then over rows. 1 where all scores are equal, as in `margin`.
+
+    `margin` moves two scores of a row. Where many experts are chosen it nearly always finds a pair in the wrong order, so that equal scores, which cost 1,
+    are close to its best; here the experts in the right order still learn.
+    """
+    chosen = membership(experts_SNK, predicted_SNE.shape[-1]).bool()
+    weakest = predicted_SNE.masked_fill(~chosen, float("inf")).amin(-1, keepdim=True)
+    strongest = predicted_SNE.masked_fill(chosen, float("-inf")).amax(-1, keepdim=True)
+    true = F.relu(1.0 - predicted_SNE.gather(-1, experts_SNK) + strongest).mean()
+    intruders = F.relu(1.0 - weakest + predicted_SNE)[~chosen]
+    return (true + intruders.sum() / max(1, intruders.numel())) / 2
+
+
 def familiarity(logits_LNE: Tensor, experts_LNK: Tensor, advantage_LNE: Tensor) -> Tensor:
     """What a lookup by token id knows of the realized routing, in nats: the mean over layers, tokens and chosen experts of
     log q(e | token id) / q(e) (`TokenTable.advantage`), an estimate of the mutual information of token id and expert.

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from predmoe import objectives
 from predmoe.config import PREDICTORS, PosthocConfig, PredictorConfig, RunConfig, to_dict
 from predmoe.data import EvalSet, Tokens
 from predmoe.evaluation import Heads, Lookup, NextRouter, Scorer, evaluate
 from predmoe.model import MoEModel, Routing, count_parameters
-from predmoe.objectives import margin, prediction, stack
+from predmoe.objectives import prediction, stack
 from predmoe.predictor import Predictor, hit_at_k, restore
 from predmoe.train import new_predictor
 
@@ -102,12 +103,12 @@ def token_counts(activations: Activations, vocab_size: int, num_experts: int) ->
     return counts.view(L, vocab_size, num_experts)
 
 
-def head_loss_of(predictor: Predictor, hidden: Tensor, experts: Tensor) -> Tensor:
-    """The head's own loss (linear: hard top-k cross-entropy; ranking: margin), mean over all (layer, horizon) pairs."""
+def head_loss_of(predictor: Predictor, hidden: Tensor, experts: Tensor, ranking_loss: Callable[[Tensor, Tensor], Tensor] = objectives.margin) -> Tensor:
+    """The head's own loss (linear: hard top-k cross-entropy; ranking: `ranking_loss`), mean over all (layer, horizon) pairs."""
     total, pairs = hidden.new_zeros(()), 0
     for h in predictor.config.depths:
         guess = predictor(hidden, h)
-        term = margin(guess, experts[h:]) if predictor.config.kind == "ranking" else prediction(guess, guess, experts[h:], target="topk", gradient="input")
+        term = ranking_loss(guess, experts[h:]) if predictor.config.kind == "ranking" else prediction(guess, guess, experts[h:], target="topk", gradient="input")
         total, pairs = total + term * guess.shape[0], pairs + guess.shape[0]
     return total / pairs
 
@@ -135,9 +136,10 @@ def fit(kind: str, train: Activations, dev: Activations, model_config, horizons,
     generator = torch.Generator().manual_seed(config.seed)
     curve, best, best_state, lr, cuts = [], -1.0, None, config.lr, 0
     losses: list[float] = []
+    ranking_loss = getattr(objectives, config.ranking_loss)
     for step in range(1, config.max_steps + 1):
         rows = torch.randint(len(train.tokens_N), (config.batch_tokens,), generator=generator)
-        loss = head_loss_of(predictor, *train.batch(rows))
+        loss = head_loss_of(predictor, *train.batch(rows), ranking_loss)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()

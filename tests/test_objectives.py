@@ -10,7 +10,7 @@ from loss_formulas import D, E, K, L, N, S, choose, normal, one_hot, records, sl
 
 from predmoe.config import ModelConfig, ObjectiveConfig, PredictorConfig
 from predmoe.model import MoEModel
-from predmoe.objectives import balance, entropy, margin, prediction, prediction_of, ramp, stack, sticky, terms
+from predmoe.objectives import balance, entropy, margin, margin_all, prediction, prediction_of, ramp, stack, sticky, terms
 from predmoe.predictor import Predictor
 
 # B batch, T time, N tokens, E experts, K chosen, D model width, L layers, S source layers of a horizon
@@ -193,6 +193,39 @@ def test_margin_equals_its_formula():
     chosen = one_hot(experts).astype(bool)
     formula = lambda q: np.maximum(0, 1 - np.where(chosen, q, np.inf).min(-1) + np.where(chosen, -np.inf, q).max(-1)).mean()  # noqa: E731
     agrees(lambda q: margin(q, experts), formula, 2 * normal(S, N, E))
+
+
+@pytest.mark.parametrize(
+    ("scores", "chosen", "loss", "gradient"),
+    [
+        # strongest intruder 0.25, weakest true one 0.5: the true ones lose 0 and 0.75, the intruders 0.75 and 0.5
+        ([2.0, 0.5, 0.25, 0.0], [0, 1], (0.75 / 2 + 1.25 / 2) / 2, [0, -0.25 - 0.5, 0.25 + 0.25, 0.25]),
+        ([3.0, 2.0, 0.5, 0.0], [0, 1], 0.0, [0, 0, 0, 0]),  # right by 1.5: nothing to learn
+        ([3.0, 2.0, 0.5, 0.0], [0, 1, 2, 3], 0.0, [0, 0, 0, 0]),  # no intruder
+        ([2.0, 0.0, 1.0, -2.0], [0, 1], (2 / 2 + 2 / 2) / 2, [0, -0.25 - 0.25, 0.25 + 0.25, 0]),  # a pair in the wrong order
+    ],
+)
+def test_margin_of_all_by_hand(scores, chosen, loss, gradient):
+    q = torch.tensor([[scores]], requires_grad=True)
+    value = margin_all(q, torch.tensor([[chosen]]))
+    value.backward()
+    assert value.item() == pytest.approx(loss) and (gradient is None or q.grad[0, 0].tolist() == gradient)
+
+
+def test_margin_of_all_equals_its_formula():
+    experts = choose(S, N)
+    chosen = one_hot(experts).astype(bool)
+
+    def formula(q):
+        weakest, strongest = np.where(chosen, q, np.inf).min(-1, keepdims=True), np.where(chosen, -np.inf, q).max(-1, keepdims=True)
+        return (np.maximum(0, 1 - q + strongest)[chosen].mean() + np.maximum(0, 1 - weakest + q)[~chosen].mean()) / 2
+
+    agrees(lambda q: margin_all(q, experts), formula, 2 * normal(S, N, E))
+
+
+@pytest.mark.parametrize("loss", [margin, margin_all])
+def test_equal_scores_cost_one(loss):
+    assert loss(torch.zeros(1, 5, E), choose(1, 5)).item() == 1.0
 
 
 # --- L_pred over layers and horizons ------------------------------------------------------------------------------------------------------

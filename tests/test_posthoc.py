@@ -1,5 +1,6 @@
 """Post-hoc heads: a planted problem is solved and said to be, the rule of convergence is followed, the backbone stays as it is."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from tiny_backbone import D, E, K, L, SHAPE, T, V, heads_of, windows_of
 
 from predmoe.config import ConfigError, ModelConfig, PosthocConfig, PredictorConfig, RunConfig
+from predmoe.measurements import RANKING_LOSSES
 from predmoe.model import MoEModel
 from predmoe.objectives import margin, prediction
 from predmoe.posthoc import Activations, capture, dev_hit, fit, head_loss_of, measure, token_counts
@@ -134,6 +136,16 @@ def test_the_heads_loss_is_their_own(problem):
                 q, true = heads(hidden, h)[s], experts[s + h]
                 pairs.append((margin(q, true) if kind == "ranking" else prediction(q, q, true, target="topk", gradient="input")).item())
         assert head_loss_of(heads, hidden, experts).item() == pytest.approx(np.mean(pairs), rel=1e-6)
+
+
+def test_the_ranking_loss_of_a_fit_is_the_one_that_is_asked_for(problem):
+    first = {}
+    for name in RANKING_LOSSES:
+        _, curve, _ = fit("ranking", *problem, SHAPE, (1, 2), dataclasses.replace(QUICK, max_steps=25, ranking_loss=name))
+        first[name] = curve[0]["train_loss"]
+    assert len(set(first.values())) == 2
+    with pytest.raises(ConfigError, match="ranking_loss='hinge' is unknown"):
+        PosthocConfig(ranking_loss="hinge")
 
 
 # --- activations of a backbone -----------------------------------------------------------------------------------------------------------
