@@ -32,7 +32,7 @@ class Item:
 
     run: config.RunConfig
     posthoc: config.PosthocConfig
-    further: tuple[runs.Measurement, ...]   # measurements besides, where a notebook needs them
+    further: tuple[runs.Measurement, ...]   # measurements besides, where a notebook needs them: other kinds, or another fit
     notebooks: tuple[str, ...]
     arm: str
     lacking: tuple[str, ...]   # the notebooks that cannot run without what is missing
@@ -47,17 +47,18 @@ def plan(profile: str, only: Sequence[str] = (), *, store: Path | None = None) -
     others by parameters that are active per token. Raises ConfigError as `execute.plan`.
     """
     store = Path(store) if store else runs.default_store(profile)
-    needed: dict[tuple[str, str], dict] = {}
+    needed: dict[str, dict] = {}
     for job in execute.plan(profile, only):
         if job.name not in studies.STUDIES or job.params is None:
             continue
         parameters = execute.check(job.notebook, job.params)
         posthoc, pairs = studies.posthoc_config(parameters["tier"], parameters["posthoc"]), studies.pairs_of(job.name, parameters)
         further = [studies.FURTHER[job.name](parameters)] if job.name in studies.FURTHER else []
+        further += [studies.second_fit(parameters)] if job.name in studies.REFITTED else []
         # What is on the hub is not asked for here: a plan needs no network.
         further = [downstream_study.settle(how, [run for _, run in pairs], store) if isinstance(how, config.DownstreamConfig) and not how.hub else how for how in further]
         for arm, run in pairs:
-            entry = needed.setdefault((run.hash, runs.posthoc_name(posthoc)), {"run": run, "posthoc": posthoc, "arm": arm, "notebooks": {}})
+            entry = needed.setdefault(run.hash, {"run": run, "posthoc": posthoc, "arm": arm, "notebooks": {}})
             entry["notebooks"][job.name] = [posthoc, *further]
     timings = _timings(store)
     return [_item(entry, store, timings) for entry in needed.values()]

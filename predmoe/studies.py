@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from . import config
+from . import config, measurements
 
 Pairs = list[tuple[str, config.RunConfig]]
 
@@ -38,6 +38,13 @@ def posthoc_config(tier: str, changes: Mapping) -> config.PosthocConfig:
     if tier not in config.TIERS:
         raise config.ConfigError(f"tier={tier!r} is unknown; choose one of {', '.join(config.TIERS)}")
     return config.build(config.PosthocConfig, dataclasses.asdict(config.TIERS[tier].posthoc) | dict(changes))
+
+
+def second_fit(parameters: Mapping) -> config.PosthocConfig:
+    """A notebook's predictor fit with the other loss of the ranking MLP: for those of REFITTED, which ask how far an effect hangs on it."""
+    first = posthoc_config(parameters["tier"], parameters["posthoc"])
+    (other,) = (name for name in measurements.RANKING_LOSSES if name != first.ranking_loss)
+    return dataclasses.replace(first, ranking_loss=other)
 
 
 def locality_config(tier: str, changes: Mapping) -> config.LocalityConfig:
@@ -263,6 +270,7 @@ FURTHER: dict[str, Callable[[Mapping], config.LocalityConfig | config.Downstream
     "12_downstream": downstream_config,
     "15_frontier": lambda p: locality_config(p["tier"], p["posthoc"]),
 }
+REFITTED = ("06_seeds", "10_olmoe_lora")   # notebooks that measure every run by `second_fit` as well
 
 
 def pairs_of(notebook: str, parameters: Mapping) -> Pairs:

@@ -170,7 +170,7 @@ def leave(folder: Path, who: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="predmoe.worker", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--posthoc", help="name of the measurement: FOLDER/NAME.config.json says how, FOLDER/NAME.json is written")
+    parser.add_argument("--posthoc", action="append", default=[], help="name of the measurement, once or several times: FOLDER/NAME.config.json says how, FOLDER/NAME.json is written")
     for kind in FURTHER:
         parser.add_argument(f"--{kind}", help="the same of a further measurement")
     parser.add_argument("--checkpoint-seconds", type=float, default=CHECKPOINT_SECONDS)
@@ -193,10 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
                   owned=lock.check if team is None or team.leader else lambda: None)  # fmt: skip
             if team is not None and not team.leader or not is_complete(folder, config):
                 return 0   # measured by the leader alone; a paused run is not measured
-            target = folder / f"{options.posthoc}.json"
-            if options.posthoc and not (target.exists() and all(heads_file(folder, options.posthoc, kind).exists() for kind in PREDICTORS)):
-                posthoc = read_config(folder / f"{options.posthoc}.config.json", PosthocConfig)
-                measure_run(folder, config, posthoc, target, progress=say)
+            for name in options.posthoc:
+                if not ((target := folder / f"{name}.json").exists() and all(heads_file(folder, name, kind).exists() for kind in PREDICTORS)):
+                    measure_run(folder, config, read_config(folder / f"{name}.config.json", PosthocConfig), target, progress=say)
             for kind, made_by in FURTHER.items():
                 name = getattr(options, kind)
                 if name and not (target := folder / f"{name}.json").exists():

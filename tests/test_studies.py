@@ -9,6 +9,7 @@ from tiny_runs import stored, tiny
 
 from predmoe import cli, config, execute, paths, plan, runs, studies
 from predmoe.config import ConfigError, to_dict
+from predmoe.measurements import RANKING_LOSSES
 
 STEPS = config.TIERS["smoke"].train.steps
 SHARED = {"tier": "smoke", "horizons": [1], "changes": {"train": {"threads": 2}, "data": {}}}
@@ -304,3 +305,12 @@ def test_no_two_runs_of_a_plan_have_one_label(profile, tmp_path):
     lines = [line.split("missing  ", 1)[1] for line in plan.tell(plan.plan(profile, store=tmp_path), 2).splitlines() if line.startswith("  ")]
     names = [re.match(r".*?, (\d+) steps(?=  \()", line)[0] for line in lines]
     assert len(set(names)) == len(names) == len(label) and not any("steps " in name for name in names), "one form for all, and no two alike"
+
+
+def test_a_notebook_that_fits_twice_asks_for_the_other_loss_and_its_plan_has_both(tmp_path):
+    for name in studies.REFITTED:
+        (job,) = execute.plan("smoke", [name])
+        parameters = execute.check(job.notebook, job.params)
+        first, second = studies.posthoc_config(parameters["tier"], parameters["posthoc"]), studies.second_fit(parameters)
+        assert {first.ranking_loss, second.ranking_loss} == set(RANKING_LOSSES) and dataclasses.replace(second, ranking_loss=first.ranking_loss) == first
+        assert all({item.posthoc, *item.further} == {first, second} for item in plan.plan("smoke", [name], store=tmp_path))
