@@ -20,7 +20,7 @@ from .plots import PREDICTORS
 
 # Of a further measurement: left to the run store.
 FURTHER_MADE_WITH = ("curves", "seconds", "provenance", "measured_by", "locality_config", "downstream_config", "data_hash")
-PRIMARY = "ranking"   # the confirmatory comparison: joint against baseline under the strongest post-hoc predictor
+PRIMARY = "ranking"   # the confirmatory comparison: joint against baseline under the reference study's strongest post-hoc predictor
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------------

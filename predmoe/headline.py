@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from . import claims as deciding
-from . import experiments, results, stats
+from . import experiments, refit, results, stats
 from .findings import PLACEBO, _holm, _moved, _seeds, _verb, compare, say, say_by_horizon, say_confirmed
 
 FIRST = "02_horizons"   # the experiment that alone has the alternative objective and the placebo; the one with most seeds extends its comparison
@@ -29,7 +29,7 @@ def answers(claims: Sequence[Mapping], found: Mapping[str, Mapping], benchmark: 
         return ["**Does it work?** Not known in this profile: no notebook that compares joint with ordinary training (02_horizons is the first) has been run."]
     by_id, arms = {claim["id"]: claim for claim in claims}, found[name]["arms"]
     effects = _primary_effects(arms)
-    works = say_confirmed(experiments.with_levels(arms, effects), "With a ranking MLP, the strongest predictor that is fitted afterwards, on both models alike, joint training", "hit@k")
+    works = say_confirmed(experiments.with_levels(arms, effects), "With a ranking MLP, the reference study's strongest predictor fitted afterwards, on both models alike, joint training", "hit@k")
     gain = by_id["ranking-gain"]
     return [
         f"**Does it work?** {_whether(effects)} {works} The reference study's claim is {_replicated(gain['verdict'])}, as {_clause(deciding.reason(gain))}.",
@@ -240,6 +240,8 @@ def say_certainty(effects: Sequence[Mapping], name: str, found: Mapping[str, Map
         rest = [e for e in held if e["horizon"] not in fewer]
         hangs = f": at {_at(rest)} what is established hangs on the further seeds" if rest else ""
         said.append(f"{FIRST}, the smaller comparison that these seeds extend, has {_holm(smaller)} over its {_seeds(smaller[0])}{hangs}.")
+    if second := [e for e in found[name]["effects"] if e.get("variation") == refit.VARIATION]:
+        said.append(say_by_horizon(second, "With the same MLP fitted by another loss joint training", "hit@k"))
     placebo = [e for e in found.get(FIRST, {}).get("effects", []) if e.get("variation", "").lower().startswith(PLACEBO) and e["ci95"]]
     if placebo:
         low, high = min(e["mean"] for e in placebo), max(e["mean"] for e in placebo)
