@@ -85,12 +85,12 @@ def margin_all(predicted_SNE: Tensor, experts_SNK: Tensor) -> Tensor:
     `margin` moves two scores of a row. Where many experts are chosen it nearly always finds a pair in the wrong order, so that equal scores, which cost 1,
     are close to its best; here the experts in the right order still learn.
     """
-    chosen = membership(experts_SNK, predicted_SNE.shape[-1]).bool()
-    weakest = predicted_SNE.masked_fill(~chosen, float("inf")).amin(-1, keepdim=True)
-    strongest = predicted_SNE.masked_fill(chosen, float("-inf")).amax(-1, keepdim=True)
-    true = F.relu(1.0 - predicted_SNE.gather(-1, experts_SNK) + strongest).mean()
-    intruders = F.relu(1.0 - weakest + predicted_SNE)[~chosen]
-    return (true + intruders.sum() / max(1, intruders.numel())) / 2
+    K, E = experts_SNK.shape[-1], predicted_SNE.shape[-1]
+    true_SNK = predicted_SNE.gather(-1, experts_SNK)
+    others_SNE = predicted_SNE.masked_fill(membership(experts_SNK, E).bool(), float("-inf"))
+    weakest, strongest = true_SNK.amin(-1, keepdim=True), others_SNE.amax(-1, keepdim=True)
+    true, others = F.relu(1.0 - true_SNK + strongest).mean(), F.relu(1.0 - weakest + others_SNE).sum(-1).mean()
+    return (true + others / max(1, E - K)) / 2
 
 
 def familiarity(logits_LNE: Tensor, experts_LNK: Tensor, advantage_LNE: Tensor) -> Tensor:
