@@ -84,8 +84,8 @@ def say_models(found: pd.DataFrame, share: float) -> str:
     parts = [f"{model} {at[model, 'demand']:.2f} tok/s without prefetch, {at[model, 'ranking']:.2f} with the ranking MLP, {at[model, 'oracle']:.2f} with the oracle" for model in models]
     first, last = models[0], models[-1]
     ratio = {source: at[last, source] / at[first, source] - 1 for source in ("demand", "ranking")}
-    return (f"On our models' traces with {share:.0%} of the experts in memory: {'; '.join(parts)}. The {last} model against the {first}: {ratio['demand']:+.1%} without prefetch, "
-            f"{ratio['ranking']:+.1%} with it (one trace each, so without an interval).")  # fmt: skip
+    return (f"On our models' traces with {share:.0%} of the experts in memory: {'; '.join(parts)}. The {last} model against the {first}: {ratio['demand']:+z.1%} without prefetch, "
+            f"{ratio['ranking']:+z.1%} with it (one trace each, so without an interval).")  # fmt: skip
 
 
 # --- text that was given, and text that the model wrote ---------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def say_fit(found: Fit, tokens: pd.DataFrame) -> str:
     seen = int((tokens.half == "predicted").sum())
     return (f"Fitted on {found.fitted_on} tokens: {found.disk.table[0]:.2f} GB/s, {found.disk.latency_ms:.2f} ms per read, {found.compute.attention_ms:.2f} ms per layer "
             f"beside {found.compute.expert_ms:g} ms per expert. On the {seen} tokens after them the median absolute error is {found.median_error:.1%} and the total "
-            f"is {found.total_error:+.1%} off; without the {seen - len(calm)} tokens in which the engine's processor itself was slow (over 1.5 times its median), the "
-            f"total is {calm.predicted_ms.sum() / calm.measured_ms.sum() - 1:+.1%} off.")  # fmt: skip
+            f"is {found.total_error:+z.1%} off; without the {seen - len(calm)} tokens in which the engine's processor itself was slow (over 1.5 times its median), the "
+            f"total is {calm.predicted_ms.sum() / calm.measured_ms.sum() - 1:+z.1%} off.")  # fmt: skip
 
 
 # --- published machines ------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def say_machines(machines: pd.DataFrame) -> str:
 
 def say_prefetch(guarded: pd.DataFrame) -> str:
     """Direction and size of what prefetching changes, published and here."""
-    parts = [f"{row.prefetch}: bytes {row.mb_change_published:+.0%} published, {row.mb_change_here:+.0%} here; wait {row.wait_change_published:+.0%} and {row.wait_change_here:+.0%}"
+    parts = [f"{row.prefetch}: bytes {row.mb_change_published:+z.0%} published, {row.mb_change_here:+z.0%} here; wait {row.wait_change_published:+z.0%} and {row.wait_change_here:+z.0%}"
              for row in guarded[1:].itertuples()]  # fmt: skip
     first = guarded.iloc[0]
     return f"Colibri's prefetch, against none (hits {first.hit_published:.0%} published, {first.hit_here:.0%} here): {'. '.join(parts)}."

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from . import claims, paths, plots, provenance
-from .claims import ResultError, effect_text, values_by_seed   # noqa: F401  what reads results reads them from here
+from .claims import ResultError, amount, effect_parts, effect_text, values_by_seed   # noqa: F401  what reads results reads them from here
 from .files import parse_json
 
 ASSETS = Path(__file__).parent / "assets"
