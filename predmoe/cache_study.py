@@ -37,7 +37,7 @@ def model_traces(profile: str, *, tokens: int, accuracies: Mapping[str, Mapping[
     Where they are not there, two synthetic ones of the same shape stand in, and the sentence says so. `accuracies`: what the
     stand-ins' predictors reach, "MODEL-PREDICTOR" -> horizon -> hit@k.
     """
-    files = {model: trace_file(profile, model) for model in MODELS}
+    files = recordings(profile)
     found = {model: path for model, path in files.items() if path.exists()}
     if len(found) == len(files):
         held = {model: traces.load(path) for model, path in found.items()}
@@ -56,6 +56,13 @@ def model_traces(profile: str, *, tokens: int, accuracies: Mapping[str, Mapping[
 def trace_file(profile: str, recording: str) -> Path:
     """Where a profile keeps a recording, to be read: a model's name, followed by -generated for its own text."""
     return paths.borrowed(profile, f"traces/{recording}.trace.safetensors")
+
+
+def recordings(profile: str, text: str = "") -> dict[str, Path]:
+    """The `trace_file` of each of MODELS on given text, or with "-generated" on its own; where they are not those of the folder that PREDMOE_OUTPUTS names, that is printed."""
+    files = {model: trace_file(profile, f"{model}{text}") for model in MODELS}
+    paths.say_borrowed(profile, f"recorded traces of our models{' on their own text' if text else ''}", *files.values())
+    return files
 
 
 def of_size(trace: Trace, expert_bytes: int) -> Trace:
@@ -97,7 +104,7 @@ def own_traces(profile: str) -> dict[str, Trace]:
     """The traces of a profile's baseline and joint model on their own generations; empty unless these and those on given text are all there."""
     if not all(trace_file(profile, f"{model}{text}").exists() for model in MODELS for text in ("", "-generated")):
         return {}
-    return {model: traces.load(trace_file(profile, f"{model}-generated")) for model in MODELS}
+    return {model: traces.load(path) for model, path in recordings(profile, "-generated").items()}
 
 
 def by_text(given: Mapping[str, Trace], own: Mapping[str, Trace], *, share: float, disk: Disk, compute: Compute, horizon: int, guard: str, m: int = 16) -> pd.DataFrame:

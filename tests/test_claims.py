@@ -41,7 +41,7 @@ def test_the_headline_claim_by_hand(values, word):
 
 def test_the_measured_text_has_every_horizon_with_its_interval():
     text = claims.evaluate(CLAIMS["ranking-gain"], made((0.029, 0.043, 0.052)))["measured"]
-    assert text == "+2.9 points [+2.7, +3.1] / +4.3 points [+4.1, +4.5] / +5.2 points [+5.0, +5.4] at h = 1 / 2 / 4 (3 seeds)"
+    assert text == "+2.90 points [+2.70, +3.10] / +4.30 points [+4.10, +4.50] / +5.20 points [+5.00, +5.40] at h = 1 / 2 / 4 (3 seeds)"
 
 
 def test_growth_with_the_horizon_by_hand():
@@ -283,7 +283,7 @@ def test_the_table_has_a_line_per_effect_and_a_row_per_part():
     assert names == [whole["statement"], *(f"↳ part: {part['name']}" for part in whole["parts"]), single["statement"]]
     cell = table["measured here, with 95% interval"].iloc[-1]
     cell = cell.replace("\u00a0", " ")
-    assert cell.splitlines()[:2] == ["joint minus baseline: hit@k of a fresh ranking MLP, 3 seeds:", "h = 1: +2.9 points [+2.7, +3.1]"] and len(cell.splitlines()) == 4
+    assert cell.splitlines()[:2] == ["joint minus baseline: hit@k of a fresh ranking MLP, 3 seeds:", "h = 1: +2.90 points [+2.70, +3.10]"] and len(cell.splitlines()) == 4
     assert max(len(text.splitlines()) for text in table["measured here, with 95% interval"]) <= 4
     shown = experiments.show(table).data
     assert "3 seeds:<br>h\u00a0=\u00a01:\u00a0+" in shown and 'class="dataframe prose"' in shown
