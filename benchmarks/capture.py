@@ -86,8 +86,8 @@ def main() -> None:
         "model": f"{m['family']}, d = {m['width']}",
         "gates": f"{m['gates']}",
         "forward pass": f"{1e3 * statistics.median(m['seconds']['plain']):,.0f} ms of {m['tokens']:,} tokens",
-        "capture": f"{m['cost']:+.1%}",
-        "plain against plain": f"{m['noise']:+.1%}",
+        "capture": f"{m['cost']:+z.1%}",
+        "plain against plain": f"{m['noise']:+z.1%}",
     } for m in found]  # fmt: skip
     table = markdown(rows)
     print(table)

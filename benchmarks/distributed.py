@@ -104,7 +104,7 @@ def main() -> None:
         speed.append({"processes": f"2, one thread each ({pair.engine}, gloo)", "tokens/s": f"{tokens / seconds:,.0f}", "of one process": f"{alone / seconds:.2f}x"})
     operations = budget.flops_per_token(config_of("cpu", threads=1, joint=True))
     ratios = statistics.median(b["wall"] / a["wall"] for a, b in zip(single.rounds, joint.rounds)) - 1   # round by round, since the machine's speed drifts
-    cost = (f"The prediction term at full weight takes {ratios:+.1%} of a step of the cpu tier (one thread), {operations['term'] / operations['model']:.1%} of its operations.")
+    cost = (f"The prediction term at full weight takes {ratios:+z.1%} of a step of the cpu tier (one thread), {operations['term'] / operations['model']:.1%} of its operations.")
     for stepper in (single, joint):
         stepper.end()
     for pair in pairs:

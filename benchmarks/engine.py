@@ -129,7 +129,7 @@ def run_bound(options, folder: Path) -> tuple[dict, list[dict]]:
     machine = gauge.machine()
     found = engine_study.predicted(engine_study.cells(rows), futures, machine, g)
     rows = [{f"against the bound, {options.size}": f"{line.source}, {line.share:.1%} of the experts", "tok/s": f"{line.tok_s:,.1f}", "computing alone": f"{line.compute_ms:.2f} ms",
-             "bound": f"{line.bound_ms:.2f} ms", "time over bound": f"{line.over_bound:.2f}", "simulated tok/s": f"{line.error_tok_s:+.1%}"} for line in found.itertuples()]  # fmt: skip
+             "bound": f"{line.bound_ms:.2f} ms", "time over bound": f"{line.over_bound:.2f}", "simulated tok/s": f"{line.error_tok_s:+z.1%}"} for line in found.itertuples()]  # fmt: skip
     return {"cells": found.to_dict("records"), "disk": {"latency_ms": machine.disk.latency_ms, "gb_per_s": machine.disk.table}}, rows
 
 
@@ -167,7 +167,7 @@ def run_soak(options, folder: Path) -> tuple[dict, list[dict]]:
     summary.ledger.check()
     left = sum(thread.name.startswith("reader") for thread in threading.enumerate())
     settled = memory[len(memory) // 10 :]
-    rows = [{"soak": f"{summary.tokens:,} tokens", "memory": f"{max(settled) / settled[0] - 1:+.2%} after the first tenth", "buffers lost": str(leaked), "threads left": str(left),
+    rows = [{"soak": f"{summary.tokens:,} tokens", "memory": f"{max(settled) / settled[0] - 1:+z.2%} after the first tenth", "buffers lost": str(leaked), "threads left": str(left),
              "kernel's bytes over the summary's": f"{summary.kernel_bytes / summary.read_bytes:.4f}" if summary.kernel_bytes else "not counted"}]  # fmt: skip
     return {"memory": memory, "leaked": leaked, "threads": left, "peak": peak_resident_bytes()}, rows
 

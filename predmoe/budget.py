@@ -247,7 +247,7 @@ def table(cluster: Cluster = Cluster(), *, tokens: float = 100e9, sequences: int
     lines = ["| | " + " | ".join(found) + " | more |", "|---|---|---|---|"]
     for name, of in rows.items():
         a, b = (of(p) for p in found.values())
-        more = f"{(b[0] / a[0] - 1):+.2%}" if a[0] else ""
+        more = f"{(b[0] / a[0] - 1):+z.2%}" if a[0] else ""
         lines.append(f"| {name} | {show(a)} | {show(b)} | {more} |")
     c = cluster
     full = communication(seven_b(), c, engine="fsdp")["seconds"]

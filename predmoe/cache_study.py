@@ -37,7 +37,7 @@ def model_traces(profile: str, *, tokens: int, accuracies: Mapping[str, Mapping[
     Where they are not there, two synthetic ones of the same shape stand in, and the sentence says so. `accuracies`: what the
     stand-ins' predictors reach, "MODEL-PREDICTOR" -> horizon -> hit@k.
     """
-    files = {model: trace_file(profile, model) for model in MODELS}
+    files = recordings(profile)
     found = {model: path for model, path in files.items() if path.exists()}
     if len(found) == len(files):
         held = {model: traces.load(path) for model, path in found.items()}
@@ -56,6 +56,13 @@ def model_traces(profile: str, *, tokens: int, accuracies: Mapping[str, Mapping[
 def trace_file(profile: str, recording: str) -> Path:
     """Where a profile keeps a recording, to be read: a model's name, followed by -generated for its own text."""
     return paths.borrowed(profile, f"traces/{recording}.trace.safetensors")
+
+
+def recordings(profile: str, text: str = "") -> dict[str, Path]:
+    """The `trace_file` of each of MODELS on given text, or with "-generated" on its own; where they are not those of the folder that PREDMOE_OUTPUTS names, that is printed."""
+    files = {model: trace_file(profile, f"{model}{text}") for model in MODELS}
+    paths.say_borrowed(profile, f"recorded traces of our models{' on their own text' if text else ''}", *files.values())
+    return files
 
 
 def of_size(trace: Trace, expert_bytes: int) -> Trace:
@@ -84,8 +91,8 @@ def say_models(found: pd.DataFrame, share: float) -> str:
     parts = [f"{model} {at[model, 'demand']:.2f} tok/s without prefetch, {at[model, 'ranking']:.2f} with the ranking MLP, {at[model, 'oracle']:.2f} with the oracle" for model in models]
     first, last = models[0], models[-1]
     ratio = {source: at[last, source] / at[first, source] - 1 for source in ("demand", "ranking")}
-    return (f"On our models' traces with {share:.0%} of the experts in memory: {'; '.join(parts)}. The {last} model against the {first}: {ratio['demand']:+.1%} without prefetch, "
-            f"{ratio['ranking']:+.1%} with it (one trace each, so without an interval).")  # fmt: skip
+    return (f"On our models' traces with {share:.0%} of the experts in memory: {'; '.join(parts)}. The {last} model against the {first}: {ratio['demand']:+z.1%} without prefetch, "
+            f"{ratio['ranking']:+z.1%} with it (one trace each, so without an interval).")  # fmt: skip
 
 
 # --- text that was given, and text that the model wrote ---------------------------------------------------------------------------
@@ -97,7 +104,7 @@ def own_traces(profile: str) -> dict[str, Trace]:
     """The traces of a profile's baseline and joint model on their own generations; empty unless these and those on given text are all there."""
     if not all(trace_file(profile, f"{model}{text}").exists() for model in MODELS for text in ("", "-generated")):
         return {}
-    return {model: traces.load(trace_file(profile, f"{model}-generated")) for model in MODELS}
+    return {model: traces.load(path) for model, path in recordings(profile, "-generated").items()}
 
 
 def by_text(given: Mapping[str, Trace], own: Mapping[str, Trace], *, share: float, disk: Disk, compute: Compute, horizon: int, guard: str, m: int = 16) -> pd.DataFrame:
@@ -253,8 +260,8 @@ def say_fit(found: Fit, tokens: pd.DataFrame) -> str:
     seen = int((tokens.half == "predicted").sum())
     return (f"Fitted on {found.fitted_on} tokens: {found.disk.table[0]:.2f} GB/s, {found.disk.latency_ms:.2f} ms per read, {found.compute.attention_ms:.2f} ms per layer "
             f"beside {found.compute.expert_ms:g} ms per expert. On the {seen} tokens after them the median absolute error is {found.median_error:.1%} and the total "
-            f"is {found.total_error:+.1%} off; without the {seen - len(calm)} tokens in which the engine's processor itself was slow (over 1.5 times its median), the "
-            f"total is {calm.predicted_ms.sum() / calm.measured_ms.sum() - 1:+.1%} off.")  # fmt: skip
+            f"is {found.total_error:+z.1%} off; without the {seen - len(calm)} tokens in which the engine's processor itself was slow (over 1.5 times its median), the "
+            f"total is {calm.predicted_ms.sum() / calm.measured_ms.sum() - 1:+z.1%} off.")  # fmt: skip
 
 
 # --- published machines ------------------------------------------------------------------------------------------------------
@@ -322,7 +329,7 @@ def say_machines(machines: pd.DataFrame) -> str:
 
 def say_prefetch(guarded: pd.DataFrame) -> str:
     """Direction and size of what prefetching changes, published and here."""
-    parts = [f"{row.prefetch}: bytes {row.mb_change_published:+.0%} published, {row.mb_change_here:+.0%} here; wait {row.wait_change_published:+.0%} and {row.wait_change_here:+.0%}"
+    parts = [f"{row.prefetch}: bytes {row.mb_change_published:+z.0%} published, {row.mb_change_here:+z.0%} here; wait {row.wait_change_published:+z.0%} and {row.wait_change_here:+z.0%}"
              for row in guarded[1:].itertuples()]  # fmt: skip
     first = guarded.iloc[0]
     return f"Colibri's prefetch, against none (hits {first.hit_published:.0%} published, {first.hit_here:.0%} here): {'. '.join(parts)}."

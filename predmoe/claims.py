@@ -15,7 +15,9 @@ import numpy as np
 from . import stats
 from .config import ConfigError
 
-UNITS = {"points": (100, "z.1f", " points"), "percent": (100, "z.2f", "%"), "nats": (1, "z.4f", " nats")}   # z: no -0.0
+UNITS = {"points": (100, 1, " points"), "percent": (100, 2, "%"), "nats": (1, 4, " nats")}   # factor, fewest decimals, name
+FINER = 2    # decimals that a narrow interval may have beyond its unit's own
+STEPS = 10   # of its last decimal that an interval is wide at least, where FINER allows: two digits of its width
 RULES = {"direction": stats.verdict, "absent": stats.verdict_absent, "at_most": stats.verdict_at_most}
 
 
@@ -192,14 +194,30 @@ def _look_up(row: Mapping, metric: str) -> float:
 
 def effect_text(effect: Mapping, unit: str) -> str:
     """An effect with its interval in words, e.g. "+2.4 points [+1.0, +3.8]"; one seed says that it has no interval."""
-    scale, digits, name = UNITS[unit]
-    mean = f"{scale * effect['mean']:+{digits}}{name}"
-    if effect["ci95"] is None:
-        return f"{mean} (single seed)"
-    if any(end and not float(f"{scale * end:{digits}}") for end in effect["ci95"]):   # an end near zero keeps its sign
-        digits = f"z.{int(digits[2:-1]) + 1}f"
-    low, high = (f"{scale * end:+{digits}}" for end in effect["ci95"])
-    return f"{mean} [{low}, {high}]"
+    mean, interval = effect_parts(effect, unit)
+    return f"{mean}{UNITS[unit][2]} {interval or '(single seed)'}"
+
+
+def effect_parts(effect: Mapping, unit: str) -> tuple[str, str]:
+    """Mean and interval without the unit's name, with the same decimals (`decimals`): ("+2.4", "[+1.0, +3.8]"); the interval is empty where there is none."""
+    mean, *ends = (amount(value, effect, unit) for value in (effect["mean"], *(effect["ci95"] or ())))
+    return mean, f"[{', '.join(ends)}]" if ends else ""
+
+
+def amount(value: float, effect: Mapping, unit: str) -> str:
+    """A value of an effect (its mean, an end, a seed's own) in `unit`, with the decimals of the effect and never as -0.0."""
+    return f"{UNITS[unit][0] * value:+z.{decimals(effect['ci95'], unit)}f}"
+
+
+def decimals(ci95: Sequence[float] | None, unit: str) -> int:
+    """Decimals of an effect and its interval: those of the unit, and up to FINER more until the interval is STEPS of its last decimal wide and no end but an exact
+    zero is written as zero. Rounding keeps order, so that with one number of decimals for all three a mean never stands outside its interval."""
+    scale, fewest, _ = UNITS[unit]
+    if ci95 is None:
+        return fewest
+    low, high = (scale * end for end in ci95)
+    fine = (d for d in range(fewest, fewest + FINER) if round((high - low) * 10**d, 6) >= STEPS and all(not end or round(end, d) for end in (low, high)))
+    return next(fine, fewest + FINER)
 
 
 def _measured(effects: list[Mapping], spec: Mapping) -> str:

@@ -135,10 +135,10 @@ def effect_table(found: Sequence[Mapping]) -> pd.DataFrame:
     """Effects for reading: points, or nats for the log-likelihood."""
     rows = []
     for e in found:
-        scale = 1 if METRICS[e["measure"]][1] == "nats" else 100
-        interval = "none (single seed)" if e["ci95"] is None else f"[{scale * e['ci95'][0]:+z.2f}, {scale * e['ci95'][1]:+z.2f}]"
-        rows.append({"task": TITLES[e["task"]], "measure": METRICS[e["measure"]][0], "unit": "nats" if scale == 1 else "points",
-                     f"{e['treatment']} − {e['control']}": scale * e["mean"], "95% interval": interval, "per seed": ", ".join(f"{scale * x:+z.2f}" for x in e["per_seed"]), "p (Holm)": e["p_holm"]})   # fmt: skip
+        unit = "nats" if METRICS[e["measure"]][1] == "nats" else "points"
+        mean, interval = results.effect_parts(e, unit)
+        rows.append({"task": TITLES[e["task"]], "measure": METRICS[e["measure"]][0], "unit": unit, f"{e['treatment']} − {e['control']}": mean,
+                     "95% interval": interval or "none (single seed)", "per seed": ", ".join(results.amount(x, e, unit) for x in e["per_seed"]), "p (Holm)": e["p_holm"]})   # fmt: skip
     return pd.DataFrame(rows)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from . import paths, runs, stats
+from . import paths, results, runs, stats
 from .config import PosthocConfig, RunConfig
 from .data import prepare
 from .engine import Engine, export, stored_model
@@ -359,10 +359,11 @@ def say_machine(machine: Machine) -> list[str]:
 
 def say_effect(effect: Mapping) -> str:
     """One effect over prompts as a sentence."""
-    low, high = effect["ci95"] if effect["ci95"] else (float("nan"),) * 2
+    low, high = effect["ci95"] or (0.0, 0.0)
     verb = "faster than" if low > 0 else "slower than" if high < 0 else "not measurably faster or slower than"
-    return (f"{effect['treatment']} is {verb} {effect['control']} (model seed {effect['model_seed']}): {100 * effect['mean']:+.1f}% tok/s [{100 * low:+.1f}, {100 * high:+.1f}] over "
-            f"{effect['n']} prompts, {min(effect['per_seed']):+.0%} to {max(effect['per_seed']):+.0%}.")  # fmt: skip
+    mean, interval = results.effect_parts(effect, "percent")
+    return (f"{effect['treatment']} is {verb} {effect['control']} (model seed {effect['model_seed']}): {mean}% tok/s {interval or '(no interval)'} over "
+            f"{effect['n']} prompt{'s' if effect['n'] > 1 else ''}, {min(effect['per_seed']):+z.0%} to {max(effect['per_seed']):+z.0%}.")  # fmt: skip
 
 
 def say_prediction(table: pd.DataFrame) -> list[str]:
@@ -372,12 +373,12 @@ def say_prediction(table: pd.DataFrame) -> list[str]:
         if len(part):
             worst = part.loc[part.error_tok_s.abs().idxmax()]
             sentences.append(
-                f"Simulated against measured tok/s {name}, {len(part)} cells: median error {part.error_tok_s.abs().median():.1%}, worst {worst.error_tok_s:+.1%} "
+                f"Simulated against measured tok/s {name}, {len(part)} cells: median error {part.error_tok_s.abs().median():.1%}, worst {worst.error_tok_s:+z.1%} "
                 f"({worst.arm}, {worst.source}, {worst.share:.0%} of the experts); "
                 f"bytes are off by {part.error_bytes.abs().max():.2%} at most, hits by {part.error_hits.abs().max():.2%}.")  # fmt: skip
     if len(demand) > 1 and len(ahead) and not demand.error_bytes.any() and not demand.error_hits.any():
         low, high = demand.error_tok_s.min(), demand.error_tok_s.max()
-        sentences.append(f"Without prefetch the simulator counts what the engine counts, and its speed is off by {low:+.1%} to {high:+.1%} all the same: so far do disk and processor stray from what was "
+        sentences.append(f"Without prefetch the simulator counts what the engine counts, and its speed is off by {low:+z.1%} to {high:+z.1%} all the same: so far do disk and processor stray from what was "
                          f"measured in turns with them. {int(ahead.error_tok_s.between(low, high).sum())} of {len(ahead)} cells with prefetch lie within that range.")  # fmt: skip
     off = ahead.error_bytes.abs().groupby(ahead.source, sort=False).max().sort_values()
     if len(off) > 1 and off.iloc[-1]:

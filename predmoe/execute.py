@@ -268,9 +268,7 @@ def plan(profile: str, only: Sequence[str] = ()) -> list[Job]:
     notebooks = sorted(found, key=lambda path: (path.name.startswith("00_"), path.name))
     if not notebooks:
         raise ConfigError(f"there are no notebooks in {paths.NOTEBOOKS}: run predmoe from a clone of the repository")
-    profiles = sorted({"smoke"} | {path.stem for path in paths.PARAMS.glob("*/*.yaml")})
-    if profile not in profiles:
-        raise ConfigError(f"unknown profile {profile!r}; there are parameters for {', '.join(profiles)}")
+    paths.check_profile(profile)
     for wanted in only:
         if not any(wanted in (path.stem, path.stem[:2]) for path in notebooks):
             raise ConfigError(f"unknown notebook {wanted!r}; there are {', '.join(path.stem for path in notebooks)}")

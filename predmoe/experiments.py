@@ -283,14 +283,12 @@ def show(table: pd.DataFrame, digits: int = 3) -> HTML:
 
 def effect_table(effects: Iterable[Mapping]) -> pd.DataFrame:
     """Effects for reading, in points: one row each, with the interval, every seed, the corrected p value and the family."""
-    return pd.DataFrame([
-        {
-            "effect": e["name"], "mean (points)": 100 * e["mean"],
-            "95% interval": "none (single seed)" if e["ci95"] is None else f"[{100 * e['ci95'][0]:+z.1f}, {100 * e['ci95'][1]:+z.1f}]",
-            "per seed": ", ".join(f"{100 * x:+z.1f}" for x in e["per_seed"]), "n": e["n"], "p (Holm)": e.get("p_holm"), "family": e["family"],
-        }
-        for e in effects
-    ])  # fmt: skip
+    rows = []
+    for e in effects:
+        mean, interval = results.effect_parts(e, "points")
+        rows.append({"effect": e["name"], "mean (points)": mean, "95% interval": interval or "none (single seed)", "per seed": ", ".join(results.amount(x, e, "points") for x in e["per_seed"]),
+                     "n": e["n"], "p (Holm)": e.get("p_holm"), "family": e["family"]})  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 # --- choosing an objective ---------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def sources(profile: str, *, tokens: int = 400, size: int = EXPERT_BYTES) -> dic
     """
     found: dict[str, dict] = {}
     for label, suffix in (("ours, given text", ""), ("ours, own text", "-generated")):
-        files = {model: cache_study.trace_file(profile, f"{model}{suffix}") for model in cache_study.MODELS}
+        files = cache_study.recordings(profile, suffix)
         if all(path.exists() for path in files.values()):
             found[label] = {model: functools.partial(_recorded, path, size) for model, path in files.items()}
     found["synthetic, our shape"] = {model: functools.partial(_synthetic, model, cache_study.OURS | {"expert_bytes": size}, tokens, cache_study.OUR_REUSE) for model in cache_study.MODELS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 from collections.abc import Mapping
@@ -43,12 +44,21 @@ def parse_yaml(text: str):
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def parse_json(text: str | bytes):
-    """json.loads, with a ValueError for all that it cannot read: nesting beyond what Python can follow as well."""
+def parse_json(text: str | bytes, *, finite: bool = False):
+    """json.loads, with a ValueError for all that it cannot read: nesting beyond what Python can follow as well, and, where all has to be `finite`, NaN, Infinity
+    (which JSON has not, but Python's reader takes) and numbers too large for a float."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refused, parse_float=_finite) if finite else json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _refused(constant: str):
+    raise ValueError(f"it holds {constant}, which is not a finite number")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _refused(text)
 
 
 def read_config(path: Path, kind: type, *, remedy: str = ""):

@@ -43,10 +43,10 @@ def say_by_horizon(effects: Sequence[Mapping], subject: str, quantity: str) -> s
 def compare(effect: Mapping, reference: float) -> str:
     """Our effect beside the reference's, both in points: on which side, and, where our interval excludes zero, how large in comparison."""
     ours, theirs, ci95 = 100 * effect["mean"], 100 * reference, effect["ci95"]
-    side = "on the same side" if ours * theirs > 0 else "on the other side"
-    size = f", {abs(ours / theirs):.1f} times its size" if ci95 is not None and (ci95[0] > 0 or ci95[1] < 0) else ", a single seed" if ci95 is None else ", our interval contains zero"
+    side = "on the same side" if ours * theirs > 0 else "on the other side" if ours * theirs < 0 else "on neither side"
+    size = ", a single seed" if ci95 is None else ", our interval contains zero" if ci95[0] <= 0 <= ci95[1] else f", {abs(ours / theirs):.1f} times its size" if theirs else ""
     within = "; our interval contains its value" if ci95 is not None and ci95[0] <= reference <= ci95[1] else ""
-    return f"{ours:+z.1f} points here, {theirs:+.1f} in the reference study ({side}{size}{within})"
+    return f"{ours:+z.1f} points here, {theirs:+z.1f} in the reference study ({side}{size}{within})"
 
 
 def label(predictor: str) -> str:
@@ -74,7 +74,7 @@ def say_extremes(table: pd.DataFrame, by: str, arm: str) -> str:
     deepest = table.horizon.max()
     means = table[(table.arm == arm) & (table.horizon == deepest)].groupby(by).gain.mean()
     high, low = means.idxmax(), means.idxmin()
-    largest, smallest = (f"{by} {name} ({100 * means[name]:+.1f} points)" for name in (high, low))
+    largest, smallest = (f"{by} {name} ({100 * means[name]:+z.1f} points)" for name in (high, low))
     return f"At h = {deepest} the {arm} arm's gain is largest for {largest} and smallest for {smallest}."
 
 
@@ -153,7 +153,7 @@ def _faults(gate: Mapping) -> str:
     """By what an arm fails the quality gate."""
     loss, load = gate["val_loss"]["mean"], 1 + gate["load_entropy"]["mean"]
     costly, uneven = loss > stats.MAX_LOSS_INCREASE, load < stats.MIN_LOAD_ENTROPY_RATIO
-    return ", ".join([f"validation loss {loss:+.1%}"] * costly + [f"load entropy {load:.2f} times the baseline's"] * uneven)
+    return ", ".join([f"validation loss {loss:+z.1%}"] * costly + [f"load entropy {load:.2f} times the baseline's"] * uneven)
 
 
 def say_convergence(arms: Sequence[Mapping]) -> str:

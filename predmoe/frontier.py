@@ -148,7 +148,7 @@ def say_verdict(compared: pd.DataFrame) -> list[str]:
         return ["No early router that knows a horizon exactly is among the arms, so training for predictability is compared with none."]
     sentences = []
     for row in compared.to_dict("records"):
-        head = f"At h = {row['horizon']}, {row['early']} is known exactly at {row['loss_change']:+.2%} validation loss"
+        head = f"At h = {row['horizon']}, {row['early']} is known exactly at {row['loss_change']:+z.2%} validation loss"
         best = row["best trained at no greater loss"]
         middle = f"; of the trained arms that cost no more, {best} is known best, to {row['its known']:.1%}" if best else "; no trained arm costs as little"
         end = {EARLY: "it dominates every trained arm", "training": "a trained arm dominates it", "neither": "neither dominates the other"}[row["winner"]]
@@ -170,7 +170,7 @@ def say_frontier(table: pd.DataFrame, value: str, what: str) -> str:
     """The arms that no other dominates, cheapest first, in one sentence; `what` names the second axis."""
     arms = on_frontier(table, value)
     best = arms[arms.frontier].sort_values("loss_change")
-    listed = ", ".join(f"{row.arm} ({getattr(row, value):.1%} at {row.loss_change:+.2%})" for row in best.itertuples())
+    listed = ", ".join(f"{row.arm} ({getattr(row, value):.1%} at {row.loss_change:+z.2%})" for row in best.itertuples())
     return f"On {what} against validation loss the frontier is {listed}; {len(arms) - len(best)} of {len(arms)} arms are dominated."
 
 

@@ -144,8 +144,8 @@ def write(out: Path, todo: Sequence[Job], fit: config.PosthocConfig) -> None:
         lines.append(f"| {row['arm']} | {row['seed']} | {row['val_loss']:.4f} | " + " | ".join(f"{row['hit']['ranking'][h]:.3f}" for h in horizons) + f" | {row['tokens_per_second']:,.0f} |")
     pairs = {seed: found for seed in {row["seed"] for row in rows} if len(found := {row["arm"]: row for row in rows if row["seed"] == seed}) == len(ARMS)}
     for seed, found in sorted(pairs.items()):
-        gains = ", ".join(f"{100 * (found['joint']['hit']['ranking'][h] - found['baseline']['hit']['ranking'][h]):+.1f} points at h = {h}" for h in horizons)
-        lines.append(f"\nSeed {seed}, joint - baseline under the ranking MLP: {gains}; validation loss {found['joint']['val_loss'] - found['baseline']['val_loss']:+.4f} nats.")
+        gains = ", ".join(f"{100 * (found['joint']['hit']['ranking'][h] - found['baseline']['hit']['ranking'][h]):+z.1f} points at h = {h}" for h in horizons)
+        lines.append(f"\nSeed {seed}, joint - baseline under the ranking MLP: {gains}; validation loss {found['joint']['val_loss'] - found['baseline']['val_loss']:+z.4f} nats.")
     device = speed["provenance"]["hardware"]
     lines += ["", f"## Throughput ({device['gpu'] or device['cpu']})", "", throughput.table(speed), ""]
     partial = out / "report.partial"

@@ -133,7 +133,7 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
     left = f", and an oracle would add {room / speed['baseline-ranking']:.1%} to that" if room > 0 else ""
     said = [
         f"{_worth(joint)}, with ranking predictors: from {speed['baseline-ranking']:.3f} to {speed['joint-ranking']:.3f} tok/s.",
-        f"Prefetching itself is worth {100 * plain['mean']:+.1f}% on the ordinary model ({speed['demand']:.3f} tok/s without){left}.",
+        f"Prefetching itself is worth {100 * plain['mean']:+z.1f}% on the ordinary model ({speed['demand']:.3f} tok/s without){left}.",
         f"What is replayed is synthetic routing on the reference study's large machine, drawn so that its predictors reach the hit@k of our small {models} models.",
     ]
     by_kind = _by_version(result)
@@ -141,12 +141,12 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
     if others:
         low, high = min(e["mean"] for e in others), max(e["mean"] for e in others)
         clear = sum(bool(e["ci95"]) and (e["ci95"][0] > 0 or e["ci95"][1] < 0) for e in others)
-        said.append(f"{len(others)} other version{'s' if len(others) > 1 else ''} of the simulator give{'' if len(others) > 1 else 's'} {100 * low:+.2f}% to {100 * high:+.2f}%, {clear or 'none'} with an interval that excludes zero.")
+        said.append(f"{len(others)} other version{'s' if len(others) > 1 else ''} of the simulator give{'' if len(others) > 1 else 's'} {100 * low:+z.2f}% to {100 * high:+z.2f}%, {clear or 'none'} with an interval that excludes zero.")
     if linear := by_kind["linear"].get("all mended"):
         said.append(f"With linear predictors, by which the claims are judged, it is worth {results.effect_text(linear, 'percent')}.")
     if disks := _by_disk(found):
         beyond, known = disks[1], results.reference()["simulator"]
-        slow = "nothing" if not round(100 * beyond["mean"], 2) else f"{100 * beyond['mean']:+.2f}%"
+        slow = "nothing" if not round(100 * beyond["mean"], 2) else f"{100 * beyond['mean']:+z.2f}%"
         said.append(f"On a disk whose reads outlast a layer ({known['sensitivity']['beyond_gb_per_s']:g} GB/s) it is worth {slow}.")
     return said
 
@@ -206,7 +206,7 @@ def say_cost(result: Mapping, claim: Mapping, benchmark: Mapping | None) -> list
     (reuse,) = experiments.scalar_effects(arms, "joint", "baseline", {"reuse": "share of k"})
     return [
         f"The joint arm {'passes' if gate['passes'] else 'FAILS'} the quality gate{sure}: validation loss goes from {plain:.3f} to {joint:.3f} nats per token, {results.effect_text(loss, 'percent')}, "
-        f"where at most {stats.MAX_LOSS_INCREASE:+.1%} is allowed.",
+        f"where at most {stats.MAX_LOSS_INCREASE:+z.1%} is allowed.",
         f"Load entropy is {1 + load['mean']:.3f} times the baseline's (at least {stats.MIN_LOAD_ENTROPY_RATIO} is asked).",
         *say_step(benchmark), f"The reference study's claim of a small cost is {_replicated(claim['verdict'])}.",
         say(reuse, "Joint training", "the reuse of experts from token to token", "points"),
@@ -222,8 +222,8 @@ def say_step(benchmark: Mapping | None) -> list[str]:
         share = benchmark["operations"]["term"] / benchmark["operations"]["model"]
     except (KeyError, TypeError, ValueError):
         raise results.ResultError("outputs/benchmarks/distributed.json has no step with the prediction term: run benchmarks/distributed.py --json on it again") from None
-    return [f"The prediction term adds {share:.1%} to the operations of a training step of our cpu models, and {statistics.median(rounds):+.1%} to its time "
-            f"(one thread, median of {len(rounds)} rounds in turns with the ordinary step, single ones {min(rounds):+.1%} to {max(rounds):+.1%})."]  # fmt: skip
+    return [f"The prediction term adds {share:.1%} to the operations of a training step of our cpu models, and {statistics.median(rounds):+z.1%} to its time "
+            f"(one thread, median of {len(rounds)} rounds in turns with the ordinary step, single ones {min(rounds):+z.1%} to {max(rounds):+z.1%})."]  # fmt: skip
 
 
 def say_certainty(effects: Sequence[Mapping], name: str, found: Mapping[str, Mapping]) -> list[str]:

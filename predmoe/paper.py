@@ -75,14 +75,41 @@ def _where(error: BaseException) -> str:
 
 
 def load(profile: str) -> dict[str, dict]:
-    """Results by experiment, without the report's own. Raises ConfigError where the profile has none, or an executed notebook has lost its own."""
+    """Results by experiment, without the report's own. Raises ConfigError where the profile has none, an executed notebook has lost its own, or a
+    result lacks models that its own effects are of."""
     found = {name: result for name, result in results.load_all(profile).items() if name in paper_text.EXPERIMENTS}
+    if lacking := [f"{name} lacks {', '.join(rows)}" for name, result in found.items() if (rows := missing_rows(result))]:
+        raise ConfigError(f"results of profile {profile} are not whole, and a paper of the rest would say something else: {'; '.join(lacking)}: run the notebook again")
     lost = [name for name in paper_text.EXPERIMENTS if name not in found and (paths.outputs(profile) / name / f"{name}.ipynb").exists()]
     if lost:
         raise ConfigError(f"{', '.join(lost)} of profile {profile} {'has' if len(lost) == 1 else 'have'} an executed notebook and no results.json: run `predmoe report --profile {profile}`")
     if not found:
+        paths.check_profile(profile)
         raise ConfigError(f"profile {profile} has no results for a paper: run `predmoe report --profile {profile}` first")
     return found
+
+
+def missing_rows(result: Mapping) -> list[str]:
+    """The models that a result's effects, or its provenance, name and its arms lack: "joint, seed 2". What is worked out from the arms again would silently
+    be paired over fewer seeds.
+
+    An effect's seeds are those of models where it is over models: not of simulations (`accuracies`), nor over prompts or documents of one `model_seed`. What is no
+    arm (a part of a model, a domain) has no rows, and a control of a single row (the stock model) stands for all seeds. Simulated and measured speeds, which are of no
+    run of their own, have every seed for each arm (of one kind, where a name begins with it: "our accuracies: demand").
+    """
+    held: dict[str, set[int]] = {}
+    for row in result["arms"]:
+        held.setdefault(row["arm"], set()).add(row["seed"])
+    named = {(e[side], seed) for e in result["effects"] if "accuracies" not in e for side in ("treatment", "control") if e.get(side) in held
+             for seed in ([e["model_seed"]] if "model_seed" in e else e.get("seeds", ())) if side == "treatment" or len(held[e[side]]) > 1}  # fmt: skip
+    missing = [f"{arm}, seed {seed}" for arm, seed in sorted(named) if seed not in held[arm]]
+    if runs := result["provenance"].get("runs"):
+        hashes = {row.get("config_hash") for row in result["arms"]}
+        return missing or [f"the model {run}" for run in runs if run not in hashes]
+    kinds: dict[str, set[int]] = {}
+    for arm, seeds in held.items():
+        kinds.setdefault(arm.rpartition(": ")[0], set()).update(seeds)
+    return missing or [f"{arm}, seed {seed}" for arm, seeds in held.items() for seed in sorted(kinds[arm.rpartition(": ")[0]] - seeds)]
 
 
 def mixture(found: Mapping[str, Mapping]) -> list[str]:

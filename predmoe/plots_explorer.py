@@ -45,7 +45,7 @@ def _speeds(ax, view: Mapping) -> None:
     rows = [row for row in view["rows"] if row.get("tok_s") is not None]
     for y, row in enumerate(rows):
         ax.barh(y, row["tok_s"], color=COLORS[(0, 1, 2, 4)[y % 4]], alpha=0.85, height=0.6)
-        gain = "" if row["row"] == "demand" else f" ({100 * (row['tok_s'] / rows[0]['tok_s'] - 1):+.1f}%)"
+        gain = "" if row["row"] == "demand" else f" ({100 * (row['tok_s'] / rows[0]['tok_s'] - 1):+z.1f}%)"
         ax.text(row["tok_s"], y, f" {row['tok_s']:.4g}{gain}", va="center", fontsize=9)
     ax.set(yticks=range(len(rows)), yticklabels=[name(row) for row in rows], xlabel="tok/s", title="Speed")
     ax.set_xlim(0, 1.45 * max((row["tok_s"] for row in rows), default=1.0))

@@ -266,7 +266,7 @@ def best_settings(best: pd.DataFrame) -> Figure:
             for x, disk in enumerate(disks):
                 row = cells.loc[(latency, disk)]
                 guarded = "guarded" if row.guard == "window" else "no guard"
-                text = f"{100 * row.gain:+.1f}%\nh={row.horizon}, +{row.budget}, {guarded}" if row.gain > 0 else "no prefetch"
+                text = f"{100 * row.gain:+z.1f}%\nh={row.horizon}, +{row.budget}, {guarded}" if row.gain > 0 else "no prefetch"
                 ax.text(x, y, text, ha="center", va="center", fontsize=7.5, color="white" if z[y, x] > 0.6 * top else "#222222")
         ax.set(title=f"{cache} slots per layer", yticks=range(len(latencies)), yticklabels=[f"{v:g}" for v in latencies], ylabel="latency (ms)")
         ax.grid(visible=False)

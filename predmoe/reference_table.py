@@ -300,14 +300,14 @@ def say_waste(means: pd.DataFrame, known: Mapping[str, float]) -> str:
 def say_compared(mine: Mapping, found: Sequence[Mapping], known: Mapping) -> str:
     """The published gain beside the reproduction, the mended one, and that of our accuracies."""
     linear = {e["variant"]: e for e in found if e["treatment"] == "joint-linear"}
-    reproduced, mended = (f"{100 * linear[name]['mean']:+.1f}%" for name in ("as published", "all mended"))
-    return (f"The study's joint model decodes {100 * known['joint_over_baseline']['linear tok_s']:+.1f}% faster than its baseline with linear predictors. Its accuracies give "
+    reproduced, mended = (f"{100 * linear[name]['mean']:+z.1f}%" for name in ("as published", "all mended"))
+    return (f"The study's joint model decodes {100 * known['joint_over_baseline']['linear tok_s']:+z.1f}% faster than its baseline with linear predictors. Its accuracies give "
             f"{reproduced} in its simulator as reproduced here and {mended} once all faults are mended; ours give {results.effect_text(mine, 'percent')}.")  # fmt: skip
 
 
 def say_mended(found: Sequence[Mapping], what: str) -> str:
     """The effect as published and with each fault mended, in one sentence."""
-    parts = [f"{_named(e['variant'])} {100 * e['mean']:+.1f}%" for e in found]
+    parts = [f"{_named(e['variant'])} {100 * e['mean']:+z.1f}%" for e in found]
     return f"{what} (faults are numbered as in 05_cache_simulation): {'; '.join(parts)}."
 
 
@@ -320,8 +320,8 @@ def _named(variant: str) -> str:
 def say_ranked(found: Sequence[Mapping]) -> str:
     """What ranking by scores does to the mended gain where only a read or two fit between routers."""
     linear = {e["variant"]: e["mean"] for e in found if e["treatment"] == "joint-linear"}
-    return (f"The study's guesses come in any order. If a predictor's right guesses come first, which is the most that scores can do, the mended gain of {linear['all mended']:+.1%} "
-            f"becomes {linear['all mended, right guesses first']:+.1%}: where few reads fit, its first guess counts more than its hit@k.")  # fmt: skip
+    return (f"The study's guesses come in any order. If a predictor's right guesses come first, which is the most that scores can do, the mended gain of {linear['all mended']:+z.1%} "
+            f"becomes {linear['all mended, right guesses first']:+z.1%}: where few reads fit, its first guess counts more than its hit@k.")  # fmt: skip
 
 
 def beside_published(rows: pd.DataFrame, variant: str = "as published") -> pd.DataFrame:

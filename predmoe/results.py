@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from . import claims, paths, plots, provenance
-from .claims import ResultError, effect_text, values_by_seed   # noqa: F401  what reads results reads them from here
+from .claims import ResultError, amount, effect_parts, effect_text, values_by_seed   # noqa: F401  what reads results reads them from here
 from .files import parse_json
 
 ASSETS = Path(__file__).parent / "assets"
@@ -147,13 +147,13 @@ def load(profile: str, experiment: str) -> dict:
 def borrow(profile: str, experiment: str) -> dict:
     """`load` of a profile that another one reads: from the repository where PREDMOE_OUTPUTS names a folder that lacks it, and that is printed."""
     path = paths.borrowed(profile, f"{experiment}/results.json")
-    if not path.is_relative_to(paths.outputs(profile)):
-        print(f"{paths.outputs(profile)} has no results of {experiment}: those that the repository holds are taken.")
+    paths.say_borrowed(profile, f"results of {experiment}", path)
     return _load(profile, experiment, path)
 
 
 def _load(profile: str, experiment: str, path: Path) -> dict:
     if not path.exists():
+        paths.check_profile(profile)
         raise ResultError(f"{experiment} has no results in profile {profile}: run its notebook first (predmoe report --profile {profile} --only {experiment.split('_')[0]})")
     return _read_json(path, "results")
 
@@ -177,6 +177,7 @@ def load_table(profile: str, experiment: str, name: str) -> pd.DataFrame:
 def load_claims(profile: str) -> list[dict]:
     path = paths.outputs(profile) / "claims.json"
     if not path.exists():
+        paths.check_profile(profile)
         raise ResultError(f"profile {profile} has no claims.json yet: run 00_report, which writes it")
     return _read_json(path, "claims")
 
@@ -261,7 +262,7 @@ def _write_json(path: Path, value, kind: str) -> None:
 def _read_json(path: Path, kind: str):
     again = "run 00_report again" if kind == "claims" else "run the notebook again"
     try:
-        value = parse_json(path.read_text())
+        value = parse_json(path.read_text(), finite=True)
     except ValueError as error:   # JSON's and UTF-8's own errors are ValueErrors
         raise ResultError(f"{path.name} of {path.parent.name} is damaged ({error}): {again}") from None
     if not isinstance(value, list if kind == "claims" else dict):

@@ -92,8 +92,8 @@ def say_verdicts(effects: Sequence[Mapping], variant: str, known: Mapping) -> st
             reason = reason.replace(e["name"], f"{e['gb_per_s']:g} GB/s")
         return reason
 
-    return (f"With {named[0]['accuracies']}, {variant}: where a read fits into a layer the joint model gains {min(gains):+.2f}% to {max(gains):+.2f}% (published {100 * known['fits'][0]:+.1f}% to "
-            f"{100 * known['fits'][1]:+.1f}%; {first.word}: {why(first.why)}); at {known['beyond_gb_per_s']} GB/s, where it does not, {100 * named[0]['mean']:+.2f}% (published: none; "
+    return (f"With {named[0]['accuracies']}, {variant}: where a read fits into a layer the joint model gains {min(gains):+z.2f}% to {max(gains):+z.2f}% (published {100 * known['fits'][0]:+z.1f}% to "
+            f"{100 * known['fits'][1]:+z.1f}%; {first.word}: {why(first.why)}); at {known['beyond_gb_per_s']} GB/s, where it does not, {100 * named[0]['mean']:+z.2f}% (published: none; "
             f"{second.word}: {why(second.why)}).")  # fmt: skip
 
 
@@ -128,8 +128,8 @@ def waiting(accuracies: Mapping[str, Mapping[int, float]], *, prompt: int, token
 def say_prompt(rows: pd.DataFrame, arm: str) -> str:
     """What an arm and the oracle save of the time to first token, by length of the prompt."""
     mean = rows.groupby(["prompt", "arm"]).ttft_ms.mean()
-    parts = [f"with {f'a prompt of {prompt} tokens' if prompt else 'no prompt'} {mean[prompt, 'demand']:.0f} ms, {arm} {mean[prompt, arm] / mean[prompt, 'demand'] - 1:+.1%}, "
-             f"oracle {mean[prompt, 'oracle'] / mean[prompt, 'demand'] - 1:+.1%}" for prompt in dict.fromkeys(rows.prompt)]  # fmt: skip
+    parts = [f"with {f'a prompt of {prompt} tokens' if prompt else 'no prompt'} {mean[prompt, 'demand']:.0f} ms, {arm} {mean[prompt, arm] / mean[prompt, 'demand'] - 1:+z.1%}, "
+             f"oracle {mean[prompt, 'oracle'] / mean[prompt, 'demand'] - 1:+z.1%}" for prompt in dict.fromkeys(rows.prompt)]  # fmt: skip
     return f"From cold, the first token takes without prefetch and with it: {'; '.join(parts)}."
 
 
@@ -168,7 +168,7 @@ def say_best(best: pd.DataFrame) -> str:
     low, high = gains.loc[gains.gain.idxmin()], gains.loc[gains.gain.idxmax()]
     where = lambda row: f"{row.gb_per_s:g} GB/s, {row.latency_ms:g} ms, {row.slots} slots per layer"  # noqa: E731
     horizons = ", ".join(f"h = {h} on {int((gains.horizon == h).sum())}" for h in sorted(gains.horizon.unique()))
-    return (f"With the best setting for each of {len(best)} disks and caches the gain lies between {low.gain:+.1%} ({where(low)}) and {high.gain:+.1%} ({where(high)}); best are {horizons}; "
+    return (f"With the best setting for each of {len(best)} disks and caches the gain lies between {low.gain:+z.1%} ({where(low)}) and {high.gain:+z.1%} ({where(high)}); best are {horizons}; "
             f"the guard on {int((gains.guard == 'window').sum())}; over-fetching on {int((gains.budget > 0).sum())}.")  # fmt: skip
 
 
@@ -278,5 +278,5 @@ def say_map(found: pd.DataFrame, guard: str) -> str:
     words = {"none": "Without the guard", "window": "With the guard"}[guard]
     told = f"of every recall from {mine.recall.min():g} to {mine.recall.max():g} and every precision from {mine.precision.min():g} to {mine.precision.max():g}, bad ones too"
     return (f"{words} prefetching harms in {int((mine.gain < 0).sum())} of {len(mine)} cells of the map, which has predictors {told} "
-            f"(gains from {mine.gain.min():+.0%} to {mine.gain.max():+.0%}); at h = {near.horizon.iloc[0]}, "
+            f"(gains from {mine.gain.min():+z.0%} to {mine.gain.max():+z.0%}); at h = {near.horizon.iloc[0]}, "
             f"on the {slow:g} GB/s disk {at(slow)}; on the {fast:g} GB/s disk {at(fast)}.")  # fmt: skip

@@ -273,8 +273,8 @@ class Gate:
         loss, load = self.val_loss, self.load_entropy
         sure = "" if loss.ci95 is None else ("; its interval lies on the same side" if self.certain else "; its interval crosses the limit")
         return (
-            f"{'passes' if self.passes else 'FAILS'} the quality gate: validation loss {loss.mean:+.2%} against the baseline's "
-            f"(limit {MAX_LOSS_INCREASE:+.1%}{sure}), load entropy {1 + load.mean:.3f} times the baseline's (at least {MIN_LOAD_ENTROPY_RATIO})"
+            f"{'passes' if self.passes else 'FAILS'} the quality gate: validation loss {loss.mean:+z.2%} against the baseline's "
+            f"(limit {MAX_LOSS_INCREASE:+z.1%}{sure}), load entropy {1 + load.mean:.3f} times the baseline's (at least {MIN_LOAD_ENTROPY_RATIO})"
         )
 
     def as_dict(self) -> dict:

@@ -134,7 +134,7 @@ def table(found: dict) -> str:
             continue
         memory = f"{row['peak_memory_gb']:.1f} GB" if row["peak_memory_gb"] is not None else ""
         lines.append(f"| {row['contender']} | {row['tokens_per_second']:,.0f} | {row['tflops']:.3g} | {row['share_of_peak']:.0%} | {memory} |")
-    said = f"Peak of matrix products in the same run: {found['peak_tflops']:.3g} TFLOP/s ({found['dtype']}). The term takes {found['term_share_of_step']:+.1%} of a step, "
+    said = f"Peak of matrix products in the same run: {found['peak_tflops']:.3g} TFLOP/s ({found['dtype']}). The term takes {found['term_share_of_step']:+z.1%} of a step, "
     said += f"{found['term_share_of_operations']:.2%} of its operations."
     if found["fastest_peer"]:
         said += f" Ours is {found['of_the_fastest_peer']:.2f}x as fast as {found['fastest_peer']}."

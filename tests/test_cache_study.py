@@ -18,6 +18,21 @@ def test_recorded_traces_are_used_where_they_are():
     assert {"linear", "ranking", "next_router"} <= set(held["joint"].predictors)
 
 
+def test_traces_that_are_borrowed_are_announced_and_own_ones_are_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path))
+    held, _ = cache_study.model_traces("cpu", tokens=5, accuracies=ACCURACIES)
+    assert capsys.readouterr().out == f"{tmp_path / 'cpu'} has no recorded traces of our models: those that the repository holds are taken.\n"
+    assert set(cache_study.own_traces("cpu")) == set(held)
+    assert capsys.readouterr().out == f"{tmp_path / 'cpu'} has no recorded traces of our models on their own text: those that the repository holds are taken.\n"
+    for model, trace in held.items():
+        path = tmp_path / "cpu" / "traces" / f"{model}.trace.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        traces.save(trace, path)
+    cache_study.model_traces("cpu", tokens=5, accuracies=ACCURACIES)
+    cache_study.model_traces("nowhere", tokens=5, accuracies=ACCURACIES)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_stand_in_says_that_it_is_one():
     held, sentence = cache_study.model_traces("nowhere", tokens=5, accuracies=ACCURACIES)
     assert "SYNTHETIC" in sentence and "joint.trace.safetensors" in sentence

@@ -4,12 +4,13 @@ import json
 import re
 
 import jsonschema
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
 from fake_measurements import measurement, study
 
-from predmoe import claim_words, claims, experiments, results, stats
+from predmoe import claim_words, claims, experiments, paths, results, stats
 
 CLAIMS = {spec["id"]: spec for spec in yaml.safe_load((results.ASSETS / "claims.yaml").read_text())}
 DECIDING = {"measure", "rule", "expected", "unit"}
@@ -41,7 +42,7 @@ def test_the_headline_claim_by_hand(values, word):
 
 def test_the_measured_text_has_every_horizon_with_its_interval():
     text = claims.evaluate(CLAIMS["ranking-gain"], made((0.029, 0.043, 0.052)))["measured"]
-    assert text == "+2.9 points [+2.7, +3.1] / +4.3 points [+4.1, +4.5] / +5.2 points [+5.0, +5.4] at h = 1 / 2 / 4 (3 seeds)"
+    assert text == "+2.90 points [+2.65, +3.15] / +4.30 points [+4.05, +4.55] / +5.20 points [+4.95, +5.45] at h = 1 / 2 / 4 (3 seeds)"
 
 
 def test_growth_with_the_horizon_by_hand():
@@ -63,7 +64,7 @@ def test_quality_cost_is_relative():
     for base, joint in zip(arms[::2], arms[1::2]):
         joint["val_loss"] = base["val_loss"] * (1.004 + 0.0001 * base["seed"])
     claim = claims.evaluate(CLAIMS["quality-cost"], {"02_horizons": {"arms": arms}})
-    assert claim["effect"]["mean"] == pytest.approx(0.0041) and claim["verdict"] == "replicated" and claim["measured"].startswith("+0.41%")
+    assert claim["effect"]["mean"] == pytest.approx(0.0041) and claim["verdict"] == "replicated" and claim["measured"].startswith("+0.410% [+0.385, +0.435]")
 
 
 def test_the_best_experiment_decides():
@@ -169,7 +170,7 @@ def test_every_part_has_its_own_verdict_and_reason():
     found = {part["name"]: part for part in claim["parts"]}
     assert [part["verdict"] for part in claim["parts"][:2]] == ["replicated", "replicated"]
     assert found["the loss at 1 is higher"]["verdict"] == "replicated" and found["the loss at 1 is higher"]["effects"][0]["mean"] == pytest.approx(0.3)
-    assert "within" not in found["0.1 against 0.03"]["measured"] and found["0.1 against 0.03"]["measured"].startswith("+2.0 points")
+    assert "within" not in found["0.1 against 0.03"]["measured"] and found["0.1 against 0.03"]["measured"].startswith("+2.00 points [+1.75, +2.25]")
     assert all(part["why"] in claim["why"] and part["measured"] in claim["measured"] for part in claim["parts"])
     assert claim["effects"] == [effect for part in claim["parts"] for effect in part["effects"]] and claim["effect"] == claim["effects"][0]
     jsonschema.validate([claim], json.loads((results.ASSETS / "claims.schema.json").read_text()))
@@ -283,8 +284,47 @@ def test_the_table_has_a_line_per_effect_and_a_row_per_part():
     assert names == [whole["statement"], *(f"↳ part: {part['name']}" for part in whole["parts"]), single["statement"]]
     cell = table["measured here, with 95% interval"].iloc[-1]
     cell = cell.replace("\u00a0", " ")
-    assert cell.splitlines()[:2] == ["joint minus baseline: hit@k of a fresh ranking MLP, 3 seeds:", "h = 1: +2.9 points [+2.7, +3.1]"] and len(cell.splitlines()) == 4
+    assert cell.splitlines()[:2] == ["joint minus baseline: hit@k of a fresh ranking MLP, 3 seeds:", "h = 1: +2.90 points [+2.65, +3.15]"] and len(cell.splitlines()) == 4
     assert max(len(text.splitlines()) for text in table["measured here, with 95% interval"]) <= 4
     shown = experiments.show(table).data
     assert "3 seeds:<br>h\u00a0=\u00a01:\u00a0+" in shown and 'class="dataframe prose"' in shown
     assert "&lt;b&gt;" in experiments.show(pd.DataFrame({"a": ["<b>"]})).data
+
+
+# --- an effect as it is printed -------------------------------------------------------------------------------------------------
+
+def printed(mean, half, unit):
+    """Mean and ends as they are printed, the interval's true width in the unit, and the number of decimals of each of the three."""
+    text = claims.effect_text({"mean": mean, "ci95": [mean - half, mean + half]}, unit)
+    numbers = re.fullmatch(r"([+-][\d.]+)(?:%| \w+) \[([+-][\d.]+), ([+-][\d.]+)\]", text).groups()
+    return [float(number) for number in numbers], 2 * half * claims.UNITS[unit][0], {len(number.partition(".")[2]) for number in numbers}, text
+
+
+@pytest.mark.parametrize("unit", claims.UNITS)
+def test_a_printed_mean_lies_in_its_printed_interval_and_all_have_the_same_decimals(unit):
+    rng = np.random.default_rng(0)
+    scale, fewest, _ = claims.UNITS[unit]
+    for mean, half in zip(rng.normal(size=3000) * 10 ** rng.uniform(-6, 1, 3000) / scale, 10 ** rng.uniform(-6, 1, 3000) / scale):
+        (middle, low, high), width, decimals, text = printed(mean, half, unit)
+        assert low <= middle <= high and len(decimals) == 1, text
+        (digits,) = decimals
+        assert fewest <= digits <= fewest + claims.FINER and not re.search(r"-0\.?0*(?![\d.])", text), text
+        assert digits == fewest + claims.FINER or (high > low and width * 10**digits > claims.STEPS - 1e-3), text   # two digits of its width, or as many as there may be
+        coarser = width * 10 ** (digits - 1) >= claims.STEPS and all(round(scale * end, digits - 1) for end in (mean - half, mean + half))
+        assert digits == fewest or not coarser, text   # and no more than that takes
+
+
+@pytest.mark.parametrize("mean, ci95, unit, text", [
+    (0.00055, [0.0002, 0.0009], "points", "+0.055 points [+0.020, +0.090]"), (0.013, [0.006, 0.019], "points", "+1.3 points [+0.6, +1.9]"),
+    (0.01, [0.0004, 0.02], "points", "+1.00 points [+0.04, +2.00]"),   # an end near zero keeps its sign
+    (-0.00001, [-0.01, 0.01], "points", "+0.0 points [-1.0, +1.0]"), (-0.0011, [-0.0025, 0.0004], "percent", "-0.11% [-0.25, +0.04]"),
+    (0.0, [0.0, 0.0], "nats", "+0.000000 nats [+0.000000, +0.000000]"), (-0.00001, None, "points", "+0.0 points (single seed)"),
+])
+def test_decimals_follow_the_width_of_the_interval(mean, ci95, unit, text):
+    assert claims.effect_text({"mean": mean, "ci95": ci95}, unit) == text
+
+
+def test_no_sentence_of_the_package_can_hold_a_zero_with_a_minus():
+    """A signed number is formatted with z, which makes -0.0 a +0.0."""
+    wrong = [path.name for path in (paths.ROOT / "predmoe").rglob("*.py") if re.search(r":\+\.\d[f%]", path.read_text())]
+    assert not wrong

@@ -42,7 +42,6 @@ def test_what_does_not_survive_the_correction_is_told_apart():
     assert told.startswith("It raises hit@k at h = 4 (") and told.endswith("Not established after Holm's correction: at h = 1 (+1.0 points [+0.1, +2.0], p = 0.090).")
     assert findings.say_confirmed(family[:1], "It", "hit@k").endswith("None of it is established after Holm's correction.")
     assert "Holm" not in findings.say_confirmed(family[1:], "It", "hit@k")
-    assert results.effect_text({"mean": 0.01, "ci95": [0.0004, 0.02]}, "points") == "+1.0 points [+0.04, +2.00]"
 
 
 def test_a_quantity_is_named_once_and_levels_stand_beside_a_difference():
@@ -53,7 +52,7 @@ def test_a_quantity_is_named_once_and_levels_stand_beside_a_difference():
     for row, hit in zip((row for row in arms if row["arm"] != "alternative"), (0.80, 0.83, 0.82, 0.85)):
         row["hit"]["ranking"]["4"] = hit
     (effect,) = experiments.with_levels(arms, experiments.hit_effects(arms, "joint", "baseline", predictors=["ranking"], horizons=[4]))
-    assert effect["levels"] == pytest.approx((0.81, 0.84)) and "at h = 4 (81.0% → 84.0%, +3.0 points" in findings.say_by_horizon([effect], "It", "hit@k")
+    assert effect["levels"] == pytest.approx((0.81, 0.84)) and "at h = 4 (81.0% → 84.0%, +3.000 points [+3.000, +3.000])" in findings.say_by_horizon([effect], "It", "hit@k")
 
 
 @pytest.mark.parametrize("middle, held, words", [
@@ -132,6 +131,13 @@ def test_comparison_with_the_reference(ours, words):
     assert "times" not in findings.compare({"mean": ours, "ci95": [-0.1, 0.1]}, 0.029) and "our interval contains zero; our interval contains its value" in findings.compare({"mean": ours, "ci95": [-0.1, 0.1]}, 0.029)
 
 
+@pytest.mark.parametrize("ours, theirs", [(0.0, 0.029), (0.02, 0.0), (0.0, 0.0)])
+def test_what_is_zero_lies_on_neither_side_and_has_no_multiple(ours, theirs):
+    for ci95 in ([ours - 0.01, ours + 0.01], None):
+        told = findings.compare({"mean": ours, "ci95": ci95}, theirs)
+        assert "on neither side" in told and "other side" not in told and "times" not in told and "-0.0" not in told
+
+
 HEADS = ["Does it ", "How much", "What is ", "At what ", "How sure", "Is there", "What fai"]
 
 
@@ -174,7 +180,7 @@ def test_answers_figure_claims_and_paper_stand_on_the_experiment_with_most_seeds
         hits, effects, costs = experiments.summary_tables(found)
         means = effects.set_index(["arm", "horizon"])["mean"]
         assert experiments.primary(found) == claim["notebook"] == paper_figures.FIGURES["summary"].of(found) == name
-        assert f"({name})" in lines[4] and f"{100 * gain + 0.2:+.1f} points" in lines[0] and claim["n"] == 5
+        assert f"({name})" in lines[4] and f"{100 * gain + 0.2:+.2f} points" in lines[0] and claim["n"] == 5
         assert means["joint", 1] == pytest.approx(gain + 0.002) and means["alternative", 1] == pytest.approx(0.021) and "(3 seeds)" in lines[5]
         assert hits.groupby("arm").seed.nunique().to_dict() == {"baseline": 5, "joint": 5, "alternative": 3} and len(costs) == 8
         assert not hits.duplicated(["arm", "seed", "horizon"]).any()

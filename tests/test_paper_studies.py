@@ -58,9 +58,9 @@ def test_no_experiment_fills_a_page_with_a_list(committed):
 def test_columns_of_the_study_stand_only_where_it_has_a_number_and_a_missing_horizon_is_a_dash():
     ours = {1: effect(0.01, 0.005), 4: effect(-0.02, 0.001, horizon=4)}
     alone = paper_studies.by_horizon("points", [[("a", ours, {})], []])
-    assert "study" not in alone and lines_of(alone) == [["a", r"+1.0 \mbox{[+0.5, +1.5]}", r"$-$2.0 \mbox{[$-$2.1, $-$1.9]}"]]
+    assert "study" not in alone and lines_of(alone) == [["a", r"+1.0 \mbox{[+0.5, +1.5]}", r"$-$2.00 \mbox{[$-$2.10, $-$1.90]}"]]
     both = paper_studies.by_horizon("points", [[("a", ours, {4: 0.03}), ("  b", {1: ours[1]}, {})]])
-    assert lines_of(both) == [["a", r"+1.0 \mbox{[+0.5, +1.5]}", r"$-$2.0 \mbox{[$-$2.1, $-$1.9]}", "--", "+3.0"], [r"\quad b", r"+1.0 \mbox{[+0.5, +1.5]}", "--", "--", "--"]]
+    assert lines_of(both) == [["a", r"+1.0 \mbox{[+0.5, +1.5]}", r"$-$2.00 \mbox{[$-$2.10, $-$1.90]}", "--", "+3.0"], [r"\quad b", r"+1.0 \mbox{[+0.5, +1.5]}", "--", "--", "--"]]
 
 
 @pytest.fixture

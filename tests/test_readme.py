@@ -30,6 +30,12 @@ def test_the_goal_of_the_training_step_is_judged_by_what_was_measured():
     assert "and is in 1 of 2 rows (1.10 to 1.50 times)" in readme.step_goal([missed, met]) and "are 40 to 57%" in readme.step_goal([missed, met])
 
 
+def test_the_run_store_it_names_is_the_one_that_is_committed():
+    """With PREDMOE_OUTPUTS elsewhere alone, a notebook would train again what is committed."""
+    (named,) = set(re.findall(r"PREDMOE_STORE=\$PWD/(\S+?)`", readme.README.read_text()))
+    assert any((paths.ROOT / named).glob("*/*.json"))
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_a_damaged_benchmark_is_a_sentence_that_says_which_command_makes_it(tmp_path, monkeypatch, text):
     (tmp_path / "simulator.json").write_text(text)

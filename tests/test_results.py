@@ -24,6 +24,26 @@ def test_damaged_results_are_a_sentence_that_says_what_to_do(outputs, text):
         results.load_all("smoke")
 
 
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_is_not_finite_is_neither_read_nor_written(outputs, constant):
+    """Python's reader takes what JSON has no word for; the schema's "number" takes it too."""
+    path = finished().folder / "results.json"
+    path.write_text(path.read_text().replace('"val_loss": ', f'"val_loss": {constant}, "was": ', 1))
+    with pytest.raises(results.ResultError, match=f"^results.json of 02_horizons is damaged .it holds {constant}, which is not a finite number.: run the notebook again$"):
+        results.load("smoke", "02_horizons")
+    arms = study()
+    arms[0]["val_loss"] = float(constant)
+    with pytest.raises(results.ResultError, match="not a finite number"):
+        results.start("03_dose", "smoke", {}).finish(arms, [])
+    assert not (outputs / "03_dose" / "results.json").exists() and not (path.parents[1] / "03_dose" / "results.json").exists()
+
+
+def test_a_profile_that_there_is_not_is_told_with_those_that_there_are(outputs):
+    for read in (lambda: results.load("nope", "02_horizons"), lambda: results.borrow("nope", "02_horizons"), lambda: results.load_claims("nope")):
+        with pytest.raises(results.paths.ConfigError, match="^unknown profile 'nope'; there are parameters for .*cpu.*smoke"):
+            read()
+
+
 @pytest.mark.parametrize("text, said", [("{}", "is damaged .it holds a dict"), ("{", "is damaged"), ("[]", "non-empty"), ("[{}]", "is a required property")])
 def test_damaged_claims_are_a_sentence_that_says_what_to_do(outputs, text, said):
     (outputs / "smoke").mkdir()

@@ -30,6 +30,14 @@ def test_the_number_of_workers_changes_nothing(trace):
     pd.testing.assert_frame_equal(sweep(trace, workers=1, **grid), sweep(trace, workers=4, **grid))
 
 
+def test_the_bar_says_that_it_compiles_until_the_first_replay_and_counts_every_cell(trace, capsys):
+    table = sweep(trace, slots=[8, 16], policy=["demand", "oracle"])
+    shown = [line for line in capsys.readouterr().err.split("\r") if line.strip()]
+    assert "compiling" in shown[0] and "0/4" in shown[0] and "compiling" not in shown[-1] and "4/4" in shown[-1] and len(table) == 4
+    sweep(trace, slots=[8], progress=False)
+    assert capsys.readouterr().err == ""
+
+
 def test_an_oracle_waits_no_longer_than_demand_alone(trace):
     table = sweep(trace, slots=[16, 32], disk=Disk(gb_per_s=20.0), compute=Compute(attention_ms=1.0), progress=False)
     for _, rows in table.groupby("slots"):

@@ -49,8 +49,13 @@ def sweep(trace: Trace, *, cache: Cache = Cache(slots=64), disk: Disk = Disk(), 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         running = {pool.submit(_summary, trace, job, warmup, cold, joules_per_byte): i for i, job in enumerate(jobs)}
         try:
-            for future in tqdm(as_completed(running), total=len(jobs), unit="replay", disable=not progress):
-                outcomes[running[future]] = future.result()
+            with tqdm(total=len(jobs), desc="compiling, if for the first time", unit="replay", disable=not progress) as bar:
+                for done, future in enumerate(as_completed(running)):
+                    outcomes[running[future]] = future.result()
+                    if not done:   # the bar's clock starts when everything is compiled: it foretells replays
+                        bar.set_description_str("", refresh=False)
+                        bar.reset(total=len(jobs))
+                    bar.update()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
