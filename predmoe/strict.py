@@ -147,7 +147,7 @@ def coerce(name: str, value, kind):
             raise ConfigError(f"{name} is an integer of {value.bit_length()} bits, too large for a float") from None
     if not origin and type(value) is kind:
         return value
-    hint = number_hint(value, kind) if kind in (int, float) and isinstance(value, str) else ""
+    hint = number_hint(value, kind) if kind in (int, float) and isinstance(value, str) and len(value) <= SHOWN else ""
     raise ConfigError(f"{name}={shown(value)} is {type(value).__name__}, not {getattr(kind, '__name__', kind)}{hint}")
 
 

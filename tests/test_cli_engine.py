@@ -201,6 +201,16 @@ def test_a_stopped_program_ends_without_taking_itself_apart(tmp_path, how, code,
     assert spent < 0.4, f"{spent} s of a core after the signal"
 
 
+def test_a_reader_that_leaves_is_one_sentence(tmp_path):
+    program = [sys.executable, "-m", "predmoe", *command(house().folder, "--max-new-tokens", 120)]
+    with open(tmp_path / "err", "w+") as err, subprocess.Popen(program, stdout=subprocess.PIPE, stderr=err) as process:
+        process.stdout.read(3)
+        process.stdout.close()
+        assert process.wait() == 141
+        told = (err.seek(0) or err.read()).splitlines()
+    assert told[-1] == "predmoe: whoever read what is printed has closed it (head, for instance): the rest is not computed" and not any("Traceback" in line for line in told)
+
+
 def test_the_program_cleans_up_before_it_leaves(monkeypatch):
     done = []
     monkeypatch.setattr(sys, "argv", ["predmoe", "generate"])
