@@ -11,8 +11,16 @@ from .strict import ConfigError
 from .strict import device as known_device
 
 
+LARGEST = 1e15   # of a number, and DIGITS of a whole one: nothing here is beyond them, and messages tell numbers in full
+DIGITS = 30
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with what it cannot use as a ConfigError of one sentence instead of a page of usage; the parsers of its subcommands are of this kind, too."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.register("type", int, whole)   # of every `type=int`
 
     def error(self, message: str):
         raise ConfigError(f"{message.removeprefix('argument ')} ({self.prog} --help lists what it takes)")
@@ -29,10 +37,23 @@ def number(least: float | None = None, *, above: float | None = None, infinite: 
             value = math.nan
         usable = math.isfinite(value) or (infinite and value == math.inf)
         if not usable or (least is not None and value < least) or (above is not None and value <= above):
-            raise argparse.ArgumentTypeError(f"{text} is not a {'' if infinite else 'finite '}number{bound}")
+            raise argparse.ArgumentTypeError(f"{_cut(text)} is not a {'' if infinite else 'finite '}number{bound}")
+        if LARGEST < abs(value) < math.inf:
+            raise argparse.ArgumentTypeError(f"{_cut(text)} is too large: at most {LARGEST:g}")
         return value
 
     return read
+
+
+def whole(text: str) -> int:
+    """An argument's type: a whole number of DIGITS digits at most. Raises ValueError for what is none, as int does."""
+    if len(text.strip()) > DIGITS:   # Python itself refuses thousands of them
+        raise argparse.ArgumentTypeError(f"{_cut(text)} is not a whole number of at most {DIGITS} digits")
+    return int(text)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= DIGITS + 10 else f"{text[:DIGITS]}..."
 
 
 def path(text: str) -> Path:

@@ -15,6 +15,8 @@ from predmoe.config import ConfigError, ModelConfig, build, to_dict
 from predmoe.files import parse_json
 from predmoe.model import MoEModel
 
+COPY_AGAIN = "copy the checkpoint again"   # what a person can do about a damaged one
+
 _PLAIN = {
     "attention_norm.weight": "input_layernorm.weight",
     "moe_norm.weight": "post_attention_layernorm.weight",
@@ -204,9 +206,9 @@ def _read_json(source: Path) -> dict:
     try:
         value = parse_json(source.read_text())
     except ValueError as error:
-        raise ConfigError(f"{source} is damaged, it is not JSON: {error}; copy the checkpoint again") from None
+        raise ConfigError(f"{source} is damaged, it is not JSON: {error}; {COPY_AGAIN}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{source} is damaged, it holds a {type(value).__name__} instead of an object; copy the checkpoint again")
+        raise ConfigError(f"{source} is damaged, it holds a {type(value).__name__} instead of an object; {COPY_AGAIN}")
     return value
 
 
@@ -214,7 +216,7 @@ def _shards(index: Path) -> list[str]:
     """The files that an index of shards names."""
     names = _read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ConfigError(f"{index} is damaged, its weight_map does not name the checkpoint's files; copy the checkpoint again")
+        raise ConfigError(f"{index} is damaged, its weight_map does not name the checkpoint's files; {COPY_AGAIN}")
     return sorted(set(names.values()))
 
 
@@ -235,7 +237,7 @@ def find_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> 
         names = _shards(index)
     for name in names:
         if not (folder / name).is_file():
-            raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete")
+            raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete; {COPY_AGAIN}")
     return config, [folder / name for name in names]
 
 
@@ -250,7 +252,7 @@ def load_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> 
         try:
             state |= load_file(file)
         except SafetensorError as error:
-            raise ConfigError(f"{file} is damaged: {error}") from None
+            raise ConfigError(f"{file} is damaged: {error}; {COPY_AGAIN}") from None
     try:
         ours = {name: tensor.float() for name, tensor in from_olmoe(state, config).items()}   # before a model is made: config.json may claim any size
     except ConfigError as error:

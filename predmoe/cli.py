@@ -64,7 +64,7 @@ def _stopping() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted, 143 terminated (129: its terminal closed)."""
+    """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted, 143 terminated (129: its terminal closed, 141: its reader)."""
     code = _run(arguments)
     if arguments is None and code > 128:   # as a program: whoever stops it waits for it
         _leave(code)
@@ -89,6 +89,10 @@ def _run(arguments: Sequence[str] | None) -> int:
             return options.command(options)
     except ConfigError as error:
         return _say(str(error), 2)
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):   # else Python would write what is left to it once more, at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _say("whoever read what is printed has closed it (head, for instance): the rest is not computed", 128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno in UNUSABLE and error.filename:
             return _say(f"cannot use {error.filename}: {error.strerror}; name another folder or change its permissions", 2)

@@ -7,6 +7,7 @@ import json
 from . import arguments
 from .cli_traces import _told, may_write
 from .config import EVAL_TASKS, ConfigError, DownstreamConfig
+from .files import write_text
 
 
 def add(commands) -> None:
@@ -25,7 +26,7 @@ def add(commands) -> None:
 def _evaluate(options) -> int:
     from . import downstream, downstream_tasks, measure_downstream
 
-    may_write(options.json)   # before the work, not after it
+    may_write(options.json, outside=options.model)   # before the work, not after it
     wanted = DownstreamConfig(tasks=tuple(options.tasks), items=options.items, cloze=0, hub=options.hub)
     lacking = downstream_tasks.missing(wanted.tasks, hub=wanted.hub)
     if len(lacking) == len(wanted.tasks):
@@ -47,7 +48,7 @@ def _evaluate(options) -> int:
     for name, reason in lacking.items():
         print(f"{name}: not run: {reason}")
     if options.json:
-        options.json.write_text(json.dumps({"tasks": found, "not_run": lacking}, indent=1) + "\n")
+        write_text(options.json, json.dumps({"tasks": found, "not_run": lacking}, indent=1) + "\n")
     return 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from . import arguments
 from .cli_traces import _horizon, _told, _whole_numbers, may_write
 from .config import SEEDS, ConfigError, within
+from .files import write_text
 
 
 NEW_TOKENS = 64
@@ -93,16 +94,20 @@ def _generate(options) -> int:
     import torch
 
     from .engine import Engine, EngineError, load_manifest
+    from .engine.asked import check_prompts
     from .engine.cache import MOST_LANES
+    from .engine.export import LONGEST_CONTEXT
     from .engine.text import Text
     from .simulator import Cache, Prefetch
 
     within("--seed", options.seed, *SEEDS)
     within("--lanes", options.lanes, 1, MOST_LANES)
+    if options.max_new_tokens is not None:
+        within("--max-new-tokens", options.max_new_tokens, 1, LONGEST_CONTEXT)
     if options.threads is not None:
         within("--threads", options.threads, 1, THREADS_PER_CORE * (os.cpu_count() or 1))
     own = [path for path in Path(options.model).glob("*") if path.is_file()]   # the model itself is not to be written over
-    may_write(options.record, options.json, but=[*own, *([options.future] if options.future else [])])
+    may_write(options.json, trace=options.record, but=[*own, *([options.future] if options.future else [])], outside=options.model)
     manifest = load_manifest(options.model)
     text = Text(options.model, manifest) if options.prompt or manifest.tokenizer else None
     prompts = options.prompt_ids or [text.encode(prompt) for prompt in options.prompt]
@@ -113,6 +118,7 @@ def _generate(options) -> int:
         torch.set_num_threads(options.threads)
     if options.max_new_tokens is None:
         options.max_new_tokens = max(1, min(NEW_TOKENS, manifest.model.context - max(map(len, prompts))))
+    check_prompts(prompts, options.max_new_tokens, options.temperature, manifest.model)
     cache = Cache(slots=_slots(options, manifest), policy=options.policy, scope=options.scope, pinned=options.pinned)
     shallow = lambda horizons: tuple(h for h in horizons if h < manifest.model.num_layers)  # noqa: E731
     record = {"next_router": shallow((1, 2, 4)), **manifest.heads} if options.record else None
@@ -133,13 +139,24 @@ def _generate(options) -> int:
             print(f"predmoe: {error}", file=sys.stderr)
             code = 1
         print(f"\n{engine.summary()}", file=sys.stderr)
-        if options.json:
-            options.json.write_text(json.dumps(dataclasses.asdict(engine.summary()), indent=1) + "\n")
-        if options.record and code == 0:
-            from . import traces
-
-            traces.save(engine.trace(source=f"{len(prompts)} prompts at temperature {options.temperature:g}, seed {options.seed}"), options.record)
+        _keep(engine, options, code, source=f"{len(prompts)} prompts at temperature {options.temperature:g}, seed {options.seed}")
     return code
+
+
+def _keep(engine, options, code: int, *, source: str) -> None:
+    """Write the files that were asked for, each whether or not the other can be. Raises ConfigError for those that cannot."""
+    from . import traces
+
+    wrong = []
+    for path, write in ((options.json, lambda: write_text(options.json, json.dumps(dataclasses.asdict(engine.summary()), indent=1) + "\n")),
+                        (options.record if code == 0 else None, lambda: traces.save(engine.trace(source=source), options.record))):  # fmt: skip
+        try:
+            if path:
+                write()
+        except (ConfigError, traces.TraceError) as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError("; ".join(wrong))
 
 
 def _compile(manifest) -> None:
@@ -165,7 +182,7 @@ def _slots(options, manifest) -> int:
     """Experts that fit in --cache-mb beside a buffer for each read under way (of each layer's own cache with --scope layer)."""
     size, K = manifest.block.size, manifest.model.top_k
     groups = manifest.model.num_layers if options.scope == "layer" else 1
-    slots = (int(options.cache_mb * 1e6) // size - options.lanes) // groups
+    slots = min((int(options.cache_mb * 1e6) // size - options.lanes) // groups, manifest.model.num_layers * manifest.model.num_experts // groups)
     if slots < K:
         least = f"a top-{K} set{' of each layer' if groups > 1 else ''} and {options.lanes} reads at a time need {(K * groups + options.lanes) * size / 1e6:.3f}"
         raise ConfigError(f"--cache-mb {options.cache_mb:g} is too small: {least}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from . import arguments
 from .config import ConfigError
+from .files import write_text
 
 
 def add_model(command, purpose: str, *, required: bool) -> None:
@@ -60,7 +61,7 @@ def _probe(options) -> int:
     from .hf_record import save_heads
     from .probe import ProbeConfig, probe, table
 
-    may_write(options.json)
+    may_write(options.json, outside=Path(options.model))
     if options.save and not options.save.parent.is_dir():
         raise ConfigError(f"{options.save.parent}: no such folder to write {options.save.name} in")
     config = ProbeConfig(horizons=tuple(options.horizon) if options.horizon else None, context=options.context,
@@ -86,7 +87,7 @@ def _probe(options) -> int:
     if options.save:
         print("\npredictors: " + " ".join(f"{path.stem}={path}" for path in save_heads(fitted, options.save)))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(result, indent=1, allow_nan=False) + "\n")
     return 0
 
 
@@ -103,7 +104,7 @@ def record(options):
         raise ConfigError(f"{', '.join(given)} cannot go with --model: {'it belongs' if len(given) == 1 else 'they belong'} to recording a profile's model")
     if options.out is None:
         raise ConfigError("--model needs --out, the trace's file")
-    may_write(options.out, but=options.text_file)
+    may_write(trace=options.out, but=options.text_file, outside=Path(options.model))
     if not options.text and not options.text_file:
         raise ConfigError("--model needs text to record: --text TEXT..., or --text-file FILE...")
     names = [f"text {i}" for i in range(1, len(options.text) + 1)] + [str(path) for path in options.text_file]

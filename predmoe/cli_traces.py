@@ -8,12 +8,15 @@ import json
 import math
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from . import arguments, cli_hf
 from .config import ConfigError
+from .files import write_text
+from .strict import shown
 
 ARMS = {"baseline": {}, "joint": {"lambda_pred": 0.3}}
 SHOWN = ("tok_s", "stall_ms", "hit_rate", "in_flight_rate", "demand_mb", "prefetch_mb", "wasted_mb", "p50_ms", "p99_ms", "ttft_ms", "issued", "useful", "late", "wasted", "energy_j")
@@ -103,37 +106,44 @@ def _add_simulate(commands) -> None:
     command.set_defaults(command=_told(_simulate))
 
 
-def may_write(*outs: Path | None, but: Sequence[Path] = ()) -> None:
-    """Refuse files that cannot be written, or would overwrite one another or those in `but`, before any work is done. None stands for no file."""
+def may_write(*outs: Path | None, trace: Path | None = None, but: Sequence[Path] = (), outside: Path | None = None) -> None:
+    """Refuse files that cannot be written, or would overwrite one another or those in `but`, before any work is done. `trace`: one that is replaced as a whole,
+    which a pipe or a device cannot be; `outside`: a model's folder that none of them may lie in. None stands for no file."""
     taken = [path for path in but if path.exists()]
-    for out in filter(None, outs):
+    for out in filter(None, (trace, *outs)):
         try:
-            _may_write(out, taken)
+            _may_write(out, taken, out is trace)
+            if outside and outside.is_dir() and any(place.is_relative_to(outside.resolve()) for place in (out.resolve(), out.parent.resolve())):
+                raise ConfigError(f"{out} would lie in the model's own folder, {outside}; name a file elsewhere")
         except OSError as error:
             raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}") from None
         taken.append(out)
 
 
-def _may_write(out: Path, taken: Sequence[Path]) -> None:
+def _may_write(out: Path, taken: Sequence[Path], replaced: bool) -> None:
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent}: no such folder to write {out.name} in")
     if out.is_dir():
         raise ConfigError(f"{out} is a folder; name a file to write")
     new = not out.exists()
     if not new and not out.is_file():
+        if replaced:
+            raise ConfigError(f"{out} is no regular file, and a trace replaces what it is written over; name another file")
         return   # a pipe or a device, which may not be opened twice
-    if any(out == other or (not new and other.exists() and out.samefile(other)) for other in taken):
+    if any(out.resolve() == other.resolve() or (not new and other.exists() and out.samefile(other)) for other in taken):
         raise ConfigError(f"{out} would overwrite a file that the same command reads or writes; name another file")
     out.open("ab").close()
     if new:
-        out.unlink()
+        out.resolve().unlink()   # not a link that led nowhere before
+    if replaced:
+        tempfile.NamedTemporaryFile(dir=out.parent).close()
 
 
 def _whole_numbers(text: str, separator: str) -> int | tuple[int, ...]:
     try:
-        numbers = tuple(int(part) for part in text.split(separator))
+        numbers = tuple(arguments.whole(part) for part in text.split(separator))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers, several of them with {separator!r} between") from None
+        raise argparse.ArgumentTypeError(f"{shown(text)} must be whole numbers, several of them with {separator!r} between") from None
     return numbers[0] if len(numbers) == 1 else numbers
 
 
@@ -187,7 +197,7 @@ def _import(options) -> int:
 
     asked = {name: getattr(options, name) for name in ("num_experts", "expert_bytes", "prompt", "sequences", "on_policy")}
     asked |= {name: getattr(options, f"said_{name}") for name in ("model", "source", "domain")}
-    may_write(options.out, but=[options.source])
+    may_write(trace=options.out, but=[options.source])
     trace = traces.read(options.source, options.kind, **{name: value for name, value in asked.items() if value is not None})
     traces.save(trace, options.out)
     print(f"{options.out}: {_size(trace)}")
@@ -266,7 +276,7 @@ def _record(options) -> int:
     run = config.tier(tier, seed=options.seed or 0, **changes)
     path = options.out or recording.trace_path(profile, arm, what)
     if options.out:   # else the folder is made
-        may_write(path)
+        may_write(trace=path)
     say = lambda line: print(line, file=sys.stderr)  # noqa: E731
     trace = recording.get_or_record(run, config.TIERS[tier].posthoc, what, path=path, store=runs.default_store(profile), report=say)
     print(f"{path}: {_size(trace)}")
@@ -297,12 +307,12 @@ def _simulate(options) -> int:
     shown = table[[*varied, *(name for name in SHOWN if name in table)]]
     print(shown.to_string(index=False, na_rep="-", float_format=lambda value: f"{value:.4g}"))
     if options.csv:
-        table.to_csv(options.csv, index=False)
+        write_text(options.csv, table.to_csv(index=False))
     if options.json:
         rows = [{name: _plain(value) for name, value in row.items()} for row in table.to_dict("records")]
         facts = {"model": trace.meta.model, "source": trace.meta.source, "domain": trace.meta.domain, "on_policy": trace.meta.on_policy, "notes": trace.meta.notes}
         settings = {"warmup": options.warmup, "cold": options.cold, "streaming": options.streaming, "joules_per_gb": options.joules_per_gb}
-        options.json.write_text(json.dumps({"trace": facts, "settings": settings, "rows": rows}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps({"trace": facts, "settings": settings, "rows": rows}, indent=1, allow_nan=False) + "\n")
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from predmoe.measurements import EVAL_TASKS, DownstreamConfig, LocalityConfig, PosthocConfig  # noqa: F401  likewise
 from predmoe.strict import (  # noqa: F401  what uses configurations has the machinery from here
-    SEEDS, ConfigError, at_least, build, choice, coerce, count, device, later, momentum, positive, stable_hash, to_dict, within,
+    SEEDS, ConfigError, at_least, build, choice, coerce, count, device, later, momentum, positive, shown, stable_hash, to_dict, within,
 )  # fmt: skip
 
 ROUTINGS = ("topk", "early", "hash")
@@ -79,7 +79,7 @@ class PredictorConfig:
         choice("predictor kind", self.kind, PREDICTORS)
         nothing = not self.horizons and not self.next_token
         if nothing or any(h < 1 for h in self.horizons) or len(set(self.horizons)) != len(self.horizons):
-            raise ConfigError(f"horizons={self.horizons} must be distinct positive layer counts")
+            raise ConfigError(f"horizons={shown(self.horizons)} must be distinct positive layer counts")
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -269,7 +269,7 @@ class RunConfig:
         if not deepest:
             raise ConfigError("horizons=() leaves nothing to measure: a run needs at least one horizon")
         if deepest >= self.model.num_layers:
-            raise ConfigError(f"horizons={self.predictor.horizons}: horizon {deepest} must be below num_layers={self.model.num_layers}")
+            raise ConfigError(f"horizons={shown(self.predictor.horizons)}: horizon {shown(deepest)} must be below num_layers={self.model.num_layers}")
 
     @property
     def hash(self) -> str:

@@ -26,6 +26,17 @@ def write_json(path: Path, value) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a result to a file, a pipe or a device that a person named. Raises ConfigError where that fails; half a file is not left."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        if path.is_file():
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise ConfigError(f"{path} cannot be written: {os.strerror(error.errno)}; name a file elsewhere and run the same command again") from None
+
+
 class _Strict(yaml.SafeLoader):
     """YAML as it is defined: PyYAML lets the last of two entries of one name stand without a word."""
 

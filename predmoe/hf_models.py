@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,6 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
     reachable, for a dense model, and for one whose gates are not recognised.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     from predmoe.train import check_device
 
@@ -48,21 +48,34 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
         raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     check_device(device)
     source = checkpoint_folder(name)
-    logging.disable_progress_bar()
-    told = logging.get_verbosity()
-    logging.set_verbosity_error()   # what it would tell of missing weights is an error below
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True)
+        with _quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True)
     except Exception as error:   # the libraries below raise a dozen kinds for a file or an id that is not what it should be
         raise ConfigError(_told(name, source, error, "model")) from None
-    finally:
-        logging.set_verbosity(told)
     if missing := sorted(found["missing_keys"]) or sorted(str(key) for key in found["mismatched_keys"]):   # the library would go on with random weights
         raise ConfigError(f"{name}: the checkpoint has no {missing[0]} of the shape that its config.json asks for: it is incomplete or another model's")
     try:
         return Backbone(model.to(device).requires_grad_(False).eval())
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, the libraries tell of nothing but errors: missing weights and a hub that cannot be reached are errors of ours, and need no line for each retry before."""
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    told = logging.get_verbosity(), hub.get_verbosity()
+    logging.set_verbosity_error()
+    hub.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(told[0])
+        hub.set_verbosity(told[1])
 
 
 def _told(name: str, source: str, error: Exception, what: str) -> str:
@@ -113,7 +126,8 @@ def tokenizer_of(name: str, asked: str | None = None) -> Tokenizer | HubTokenize
 
     source = checkpoint_folder(asked) if asked and not Path(asked).exists() else asked or source
     try:
-        held = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        with _quiet():
+            held = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:   # as in `load`
         hint = "" if asked else "; name one with --tokenizer (bpe8k, gpt2, a folder or a hub id)"
         raise ConfigError(_told(asked or name, source, error, "tokenizer") + hint) from None

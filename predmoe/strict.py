@@ -18,11 +18,18 @@ from dataclasses import field
 import yaml
 
 SEEDS = (-(2**63), 2**63 - 1)   # what torch takes
+SHOWN = 80                   # characters of a value that is refused
 MOST = 2**31 - 1             # of whatever is counted: beyond it sizes overflow far from where they were given
 
 
 class ConfigError(ValueError):
     """A parameter that cannot be used; the message says which, why, and what is possible."""
+
+
+def shown(value) -> str:
+    """A refused value as a message has it: its beginning, where it is longer than anybody reads."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def later(default):
@@ -33,43 +40,43 @@ def later(default):
 def choice(name, value, allowed):
     """Raise ConfigError unless `value`, of the parameter `name`, is one of the allowed values."""
     if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {', '.join(map(str, allowed))}")
+        raise ConfigError(f"{name}={shown(value)} is unknown; choose one of {', '.join(map(str, allowed))}")
 
 
 def at_least(name, value, least):
     """Raise ConfigError unless `value`, of the parameter `name`, is finite and at least `least`."""
     if not least <= value < math.inf:
-        raise ConfigError(f"{name}={value!r} must be at least {least}{'' if value < math.inf else ' and finite'}")
+        raise ConfigError(f"{name}={shown(value)} must be at least {least}{'' if value < math.inf else ' and finite'}")
 
 
 def count(name, value, least=1, most=MOST):
     """Raise ConfigError unless `value`, of the parameter `name`, is an integer from `least` to `most`."""
     if not least <= value <= most:
-        raise ConfigError(f"{name}={value!r} must be at least {least}{f' and at most {most}' if value > most else ''}")
+        raise ConfigError(f"{name}={shown(value)} must be at least {least}{f' and at most {most}' if value > most else ''}")
 
 
 def positive(name, value):
     """Raise ConfigError unless `value`, of the parameter `name`, is above zero and finite."""
     if not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r} must be positive and finite")
+        raise ConfigError(f"{name}={shown(value)} must be positive and finite")
 
 
 def momentum(name, value):
     """Raise ConfigError unless `value`, of the parameter `name`, is at least 0 and below 1."""
     if not 0.0 <= value < 1.0:   # at 1 the running mean never moves
-        raise ConfigError(f"{name}={value!r} must be at least 0 and below 1")
+        raise ConfigError(f"{name}={shown(value)} must be at least 0 and below 1")
 
 
 def within(name, value, low, high):
     """Raise ConfigError unless `value`, of the parameter `name`, is from `low` to `high`."""
     if not low <= value <= high:
-        raise ConfigError(f"{name}={value!r} must lie in {low}..{high}")
+        raise ConfigError(f"{name}={shown(value)} must lie in {low}..{high}")
 
 
 def device(value):
     """Raise ConfigError unless `value` is cpu, cuda or cuda:N; whether that is there, `train.check_device` says."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
-        raise ConfigError(f"device={value!r} is unknown; choose one of cpu, cuda, cuda:N")
+        raise ConfigError(f"device={shown(value)} is unknown; choose one of cpu, cuda, cuda:N")
 
 
 def to_dict(config) -> dict:
@@ -127,7 +134,7 @@ def coerce(name: str, value, kind):
                 return coerce(name, value, option)
             except ConfigError:
                 continue
-        raise ConfigError(f"{name}={value!r} must be one of {kind}")
+        raise ConfigError(f"{name}={shown(value)} must be one of {kind}")
     if kind is type(None) and value is None:
         return None
     if origin in (tuple, list) and isinstance(value, (list, tuple)):
@@ -140,8 +147,8 @@ def coerce(name: str, value, kind):
             raise ConfigError(f"{name} is an integer of {value.bit_length()} bits, too large for a float") from None
     if not origin and type(value) is kind:
         return value
-    hint = number_hint(value, kind) if kind in (int, float) and isinstance(value, str) else ""
-    raise ConfigError(f"{name}={value!r} is {type(value).__name__}, not {getattr(kind, '__name__', kind)}{hint}")
+    hint = number_hint(value, kind) if kind in (int, float) and isinstance(value, str) and len(value) <= SHOWN else ""
+    raise ConfigError(f"{name}={shown(value)} is {type(value).__name__}, not {getattr(kind, '__name__', kind)}{hint}")
 
 
 def number_hint(text: str, kind: type) -> str:

@@ -40,6 +40,37 @@ def test_bounds_by_hand():
             kind(text)
 
 
+HUGE = "9" * 300
+
+
+@pytest.mark.parametrize("text", ["1e300", "-1e300", HUGE, "1e16", "x" * 300])
+@pytest.mark.parametrize("option", NUMBERS, ids=" ".join)
+def test_a_number_beyond_all_is_told_in_short(option, text):
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        NUMBERS[option](text)
+    assert len(str(caught.value)) < 120
+
+
+WHOLE = [(prog, action.option_strings[0]) for prog, action in options() if action.type is int and action.option_strings]
+
+
+@pytest.mark.parametrize("option", WHOLE, ids=" ".join)
+def test_a_whole_number_of_hundreds_of_digits_is_told_in_short(option, capsys):
+    prog, name = option
+    given = ["SOURCE", "OUT"] if prog.endswith("import") else ["M"] if prog.endswith(("simulate", "evaluate")) else []
+    refused(capsys, [*prog.split()[1:], *given, name, HUGE], f"{name}")
+    assert cli.main([*prog.split()[1:], *given, name, HUGE]) == 2
+    told = capsys.readouterr().err
+    assert "999... is not a whole number of at most 30 digits" in told and len(told) < 200
+
+
+def test_whole_numbers_by_hand(capsys):
+    assert arguments.whole("-7") == -7 and arguments.whole("9" * 30) == 10**30 - 1
+    refused(capsys, ["train", "--seed", "x"], "--seed: invalid int value: 'x'")
+    for options_ in (["--prompt-ids", HUGE], ["--prompt-ids", f"1,{HUGE}"], ["--horizon", f"1+{HUGE}"], ["--prompt-ids", "x" * 300]):
+        assert cli.main(["generate", *options_]) == 2 and len(capsys.readouterr().err) < 260
+
+
 @pytest.mark.parametrize("command, said", [
     (["probe", "--model", "M", "--device", "tpu"], "--device: device='tpu' is unknown; choose one of cpu, cuda, cuda:N"),
     (["probe", "--model", "M", "--memory-mb", "nan"], "--memory-mb: nan is not a finite number above 0"),

@@ -78,6 +78,59 @@ def test_the_model_itself_is_not_written_over(option, name, capsys):
     assert "would overwrite a file that the same command reads or writes" in capsys.readouterr().err and (h.folder / name).read_bytes() == before
 
 
+@pytest.mark.parametrize("option", ["--record", "--json"])
+def test_nothing_is_written_into_the_models_folder(option, tmp_path, capsys):
+    h = house()
+    before = sorted(h.folder.iterdir())
+    (tmp_path / "model").symlink_to(h.folder)
+    for out in (h.folder / "new", h.folder / ".." / h.folder.name / "new", tmp_path / "model" / "new"):
+        refused(capsys, command(h.folder, option, out), f"{out} would lie in the model's own folder, {h.folder}; name a file elsewhere")
+    assert sorted(h.folder.iterdir()) == before
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for out, said in (("/dev/full", "is no regular file"), ("/dev/null", "is no regular file"), (tmp_path / "pipe", "is no regular file"), (tmp_path, "is a folder"), ("/proc/t", "cannot be written")):
+        refused(capsys, command(tmp_path / "none", "--record", out), said)
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_that_cannot_be_written_at_the_end_leaves_text_summary_and_the_other_file(tmp_path, monkeypatch, capsys):
+    h, trace, out = house(), tmp_path / "t.trace", tmp_path / "s.json"
+    known = expected([5, 9, 2, 40, 33, 7], 5)
+    assert cli.main(command(h.folder, "--max-new-tokens", 5, "--json", "/dev/full", "--record", trace)) == 2
+    printed = capsys.readouterr()
+    assert [int(word) for word in printed.out.split()] == known and "hit rate" in printed.err
+    assert printed.err.endswith("\npredmoe: /dev/full cannot be written: No space left on device; name a file elsewhere and run the same command again\n")
+    assert traces.load(trace).num_passes == 5
+
+    def full(*_):
+        raise traces.TraceError(f"{trace} cannot be written: No space left on device")
+
+    monkeypatch.setattr(traces, "save", full)
+    assert cli.main(command(h.folder, "--max-new-tokens", 5, "--json", out, "--record", trace)) == 2
+    printed = capsys.readouterr()
+    assert [int(word) for word in printed.out.split()] == known and "hit rate" in printed.err
+    assert printed.err.endswith(f"\npredmoe: {trace} cannot be written: No space left on device\n") and json.loads(out.read_text())["tokens"] == 5
+
+
+def test_a_cache_of_more_than_the_model_takes_the_models_size(tmp_path, capsys):
+    for scope in ("global", "layer"):
+        assert cli.main(command(house().folder, "--max-new-tokens", 5, "--scope", scope, "--json", tmp_path / "s.json", mb=1e15)) == 0
+        assert [int(word) for word in capsys.readouterr().out.split()] == expected([5, 9, 2, 40, 33, 7], 5)
+        assert json.loads((tmp_path / "s.json").read_text())["buffer_bytes"] == (4 * 8 + 4) * BLOCK
+
+
+def test_numbers_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path, capsys):
+    for option, value in (("--max-new-tokens", 0), ("--max-new-tokens", -1), ("--max-new-tokens", 10**25), ("--lanes", 0), ("--seed", 10**20)):
+        refused(capsys, command(tmp_path / "none", option, value), f"{option}={value} must lie in ")
+
+
+def test_a_predictor_that_an_export_has_not_is_refused(tmp_path, capsys):
+    export(house().root / "checkpoint", tmp_path / "out", dtype="float32")
+    refused(capsys, command(tmp_path / "out", "--prefetch", "ranking"), "the export has no predictor 'ranking'; it has none, next_router, oracle (heads are exported with --heads)")
+
+
 def test_several_prompts_are_one_batch(capsys):
     h = house()
     prompts = [",".join(map(str, prompt)) for prompt in h.prompts[:2]]
@@ -146,6 +199,16 @@ def test_a_stopped_program_ends_without_taking_itself_apart(tmp_path, how, code,
     assert process.returncode == code and "hit rate" in told and told.endswith(said) and told.count("begins anew") == bool(said) and "goes on" not in told
     spent = used.ru_utime + used.ru_stime - sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     assert spent < 0.4, f"{spent} s of a core after the signal"
+
+
+def test_a_reader_that_leaves_is_one_sentence(tmp_path):
+    program = [sys.executable, "-m", "predmoe", *command(house().folder, "--max-new-tokens", 120)]
+    with open(tmp_path / "err", "w+") as err, subprocess.Popen(program, stdout=subprocess.PIPE, stderr=err) as process:
+        process.stdout.read(3)
+        process.stdout.close()
+        assert process.wait() == 141
+        told = (err.seek(0) or err.read()).splitlines()
+    assert told[-1] == "predmoe: whoever read what is printed has closed it (head, for instance): the rest is not computed" and not any("Traceback" in line for line in told)
 
 
 def test_the_program_cleans_up_before_it_leaves(monkeypatch):

@@ -301,7 +301,23 @@ def test_a_table_that_cannot_be_written_is_told_before_the_work(file, tmp_path, 
 def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path):
     (tmp_path / "old").write_text("kept")
     cli_traces.may_write(tmp_path / "old", tmp_path / "new", None, Path("/dev/null"), Path("/dev/null"))
+    cli_traces.may_write(trace=tmp_path / "old")
     assert (tmp_path / "old").read_text() == "kept" and not (tmp_path / "new").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    cli_traces.may_write(tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old"] and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("option", ["--csv", "--json"])
+def test_a_disk_that_fills_up_leaves_the_table_on_the_screen(file, capsys, option):
+    assert cli.main(["simulate", str(file), "--slots", "6", "--quiet", option, "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert "oracle" in printed.out and printed.err == "predmoe: /dev/full cannot be written: No space left on device; name a file elsewhere and run the same command again\n"
+
+
+def test_traces_are_not_written_to_devices(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("predmoe.traces.read", lambda *_, **__: pytest.fail("it works"))
+    refused(capsys, ["trace", "import", file, "/dev/full"], "/dev/full is no regular file, and a trace replaces what it is written over; name another file")
 
 
 @pytest.mark.parametrize("compiled, quiet, told", [(True, False, 0), (False, False, 1), (False, True, 0)])

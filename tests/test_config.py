@@ -301,3 +301,11 @@ def test_the_reference_shapes(name, shape):
 def test_what_would_fail_later_is_refused_at_once(section, change, said):
     with pytest.raises(ConfigError, match=said):
         tier("smoke", **{section: change})
+
+
+@pytest.mark.parametrize("section, change", [("train", {"seed": 10**300}), ("train", {"steps": 10**300}), ("train", {"steps": "9" * 300}), ("train", {"device": "x" * 300}), ("objective", {"lambda_pred": -1e300}),
+                                             ("predictor", {"kind": "x" * 300}), ("predictor", {"horizons": [10**300]})])  # fmt: skip
+def test_a_refused_value_is_told_in_short(section, change):
+    with pytest.raises(ConfigError) as caught:
+        tier("smoke", **{section: change})
+    assert len(str(caught.value)) < 250

@@ -1,9 +1,11 @@
 """The small files of a run: whatever is in them is read, or refused with a sentence that names the file."""
 
+from pathlib import Path
+
 import pytest
 
 from predmoe.config import ConfigError, DataConfig, ModelConfig, build
-from predmoe.files import parse_json, parse_yaml, read_config, read_json, read_lines
+from predmoe.files import parse_json, parse_yaml, read_config, read_json, read_lines, write_text
 
 DEEP, LONG = '{"a": ' + "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
 
@@ -13,6 +15,23 @@ def test_json_that_cannot_be_read_is_a_value_error(text):
     with pytest.raises(ValueError):
         parse_json(text)
     assert parse_json('{"a": [1]}') == {"a": [1]}
+
+
+def test_a_result_that_cannot_be_written_is_a_sentence_and_no_half_file(tmp_path, monkeypatch):
+    write_text(tmp_path / "a", "whole é")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "whole é"
+    with pytest.raises(ConfigError, match="^/dev/full cannot be written: No space left on device; name a file elsewhere"):
+        write_text(Path("/dev/full"), "text")
+    real = Path.write_text
+
+    def full(path, text, **how):
+        real(path, text[:2], **how)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        write_text(tmp_path / "b", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("text, said", [(DEEP, "nested too deeply"), (LONG, "Exceeds the limit"), ("[1]", "holds a list"), ("{}", "without a usable a")])

@@ -260,6 +260,46 @@ def test_probing_by_command(folder, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "heads" / "ranking.safetensors").is_file()
 
 
+def test_the_libraries_retries_are_not_told(tmp_path, capsys, monkeypatch):
+    import logging
+
+    from huggingface_hub.utils import _http
+
+    heard = []
+
+    class Ear(logging.Handler):
+        def emit(self, record):
+            heard.append(record.getMessage())
+
+    def unreachable(source, **_):
+        _http.logger.warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("We couldn't connect")
+
+    ear = Ear()
+    logging.getLogger("huggingface_hub").addHandler(ear)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", unreachable)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
+    try:
+        for ask in (load, tokenizer_of):
+            with pytest.raises(ConfigError, match="nobody/model: no such folder, and the hub gave no .* .OSError: We couldn't connect.; without a network, download it elsewhere"):
+                ask("nobody/model")
+        assert not heard
+        with pytest.raises(OSError):
+            unreachable("nobody/model")
+        assert heard == ["Retrying in 1s [Retry 1/5]."], "elsewhere they are told as before"
+    finally:
+        logging.getLogger("huggingface_hub").removeHandler(ear)
+
+
+def test_results_are_not_written_into_the_models_folder(folder, capsys):
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for command in (["probe", "--model", folder, "--json"], ["trace", "record", "--model", folder, "--text", "the", "--out"], ["evaluate", folder, "--json"]):
+        for name in ("config.json", "new"):
+            code, _, said = told(capsys, *command, folder / name)
+            assert code == 2 and said == f"predmoe: {folder / name} would lie in the model's own folder, {folder}; name a file elsewhere\n"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     from transformers import LlamaConfig, LlamaForCausalLM

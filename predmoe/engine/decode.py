@@ -25,8 +25,9 @@ from ..config import ConfigError
 from ..process import kernel_bytes
 from ..simulator import Cache, Prefetch, uses
 from ..simulator.config import ORACLE
-from ..traces.schema import DECODE, PREFILL, Trace, TraceError
+from ..traces.schema import DECODE, PREFILL, Trace
 from . import fused
+from .asked import check_prompts, check_settings, check_tokens
 from .cache import ExpertCache
 from .experts import Blocks
 from .foresight import live_routing, routing_of
@@ -40,7 +41,6 @@ from .table import prepare, ready
 
 KINDS = {"next_router": fused.NEXT_ROUTER, "linear": fused.LINEAR, "ranking": fused.RANKING}
 COMPILING = "compiling the kernels, once per machine: half a minute, longer on a busy one"
-GUARDS = ("none", "idle")   # the simulator's "window" compares with a clock's future, which an engine does not have
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Engine:
         folder = Path(folder)
         self.manifest = load_manifest(folder)
         config = self.manifest.model
-        _check(cache, prefetch, future, usage, config, self.manifest)
+        check_settings(cache, prefetch, future, usage, self.manifest)
         self.cache_settings, self.prefetch, self.lanes = cache, prefetch, lanes
         self._early = config.early_by if config.routing == "early" else 0
         self._oracle = prefetch is not None and prefetch.source == ORACLE
@@ -126,7 +126,7 @@ class Engine:
         `temperature` 0 takes the likeliest token (the lower id of equals), else tokens are drawn with `seed`. `on_tokens` gets each pass's
         new (prompt, token) pairs, `on_logits` its logits, one row per running sequence. Raises ConfigError for prompts that cannot be, EngineError where the disk fails; the engine can be used again.
         """
-        self._check_prompts(prompts, max_new_tokens, temperature)
+        check_prompts(prompts, max_new_tokens, temperature, self.manifest.model)
         running = [Running(list(prompt), self._sequences + i, KeyValues(self.manifest.model, len(prompt) + max_new_tokens)) for i, prompt in enumerate(prompts)]
         every, first = list(running), self._sequences
         self._sequences += len(prompts)
@@ -148,7 +148,7 @@ class Engine:
     @torch.inference_mode()
     def states(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """States (N, D) of all tokens of `sequences`, one after another, in one pass; `logits` makes logits of them. Raises as `generate`."""
-        self._check_tokens(sequences, 0)
+        check_tokens(sequences, 0, self.manifest.model)
         running = [Running(list(tokens), self._sequences + i, KeyValues(self.manifest.model, len(tokens))) for i, tokens in enumerate(sequences)]
         self._sequences += len(sequences)
         self.clock.begin()
@@ -347,23 +347,6 @@ class Engine:
             mixed[pairs] = self._blocks.many(buffer, m_ND[pairs // K])
         return x_ND + torch.bmm(gates_NK.unsqueeze(1), mixed.view(N, K, -1))[:, 0]
 
-    def _check_prompts(self, prompts, max_new_tokens: int, temperature: float) -> None:
-        if max_new_tokens < 1 or temperature < 0:
-            raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1, temperature={temperature} at least 0")
-        self._check_tokens(prompts, max_new_tokens)
-
-    def _check_tokens(self, prompts, max_new_tokens: int) -> None:
-        config = self.manifest.model
-        if not len(prompts):
-            raise ConfigError("there is no prompt")
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ConfigError(f"prompt {i} is empty: the model needs at least one token to go on from")
-            if len(prompt) + max_new_tokens > config.context:
-                raise ConfigError(f"prompt {i}: {len(prompt)} tokens and {max_new_tokens} new ones exceed the model's context of {config.context}")
-            if min(prompt) < 0 or max(prompt) >= config.vocab_size:
-                raise ConfigError(f"prompt {i} has a token id outside 0..{config.vocab_size - 1}")
-
 
 def sampled(logits_BV: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
     """A token per row, drawn by one uniform number each from the summed probabilities (torch.multinomial draws one per entry of the vocabulary)."""
@@ -376,26 +359,3 @@ def fits(manifest: Manifest) -> bool:
     """Whether single tokens take the compiled path, which depends on the model alone."""
     config = manifest.model
     return manifest.dtype == "float32" and config.routing == "topk" and manifest.block.weights <= 4 * fused.LARGEST
-
-
-def _check(cache: Cache, prefetch: Prefetch | None, future: Trace | None, usage, config, manifest) -> None:
-    """Refuse what the simulator can and an engine cannot, and a future that is another model's."""
-    if cache.sample:
-        raise ConfigError("sample is for the simulator's sequential replay only")
-    if prefetch is not None and prefetch.guard not in GUARDS:
-        raise ConfigError(f"guard={prefetch.guard!r} is for the simulator only; an engine has {', '.join(GUARDS)}")
-    if prefetch is not None and prefetch.cross_token and prefetch.source != ORACLE:
-        raise ConfigError("cross_token is for the simulator and the oracle only: predictors are fitted within a token")
-    if prefetch is not None and config.top_k + prefetch.budget > config.num_experts:
-        raise ConfigError(f"budget={prefetch.budget} and top-{config.top_k} exceed the {config.num_experts} experts of a layer")
-    needs = [what for what, asked in (("the oracle", prefetch is not None and prefetch.source == ORACLE), ("the policy belady", cache.policy == "belady")) if asked]
-    if needs and future is None:
-        raise ConfigError(f"{' and '.join(needs)} must know the future: give the trace of the same generation")
-    if future is None and usage is None and (cache.pinned or cache.policy == "static"):
-        raise ConfigError("pinned and static experts are chosen by their use: give usage, or the trace of an earlier generation")
-    if future is not None and (future.num_layers, future.meta.num_experts, future.meta.top_k) != (config.num_layers, config.num_experts, config.top_k):
-        raise TraceError(f"the trace is of {future.num_layers} layers of {future.meta.num_experts} experts, top-{future.meta.top_k}, the model {manifest.name!r} is not")
-    deepest = max(prefetch.horizons) if prefetch else 0
-    furthest = config.num_layers if prefetch and prefetch.cross_token else config.num_layers - 1
-    if deepest > furthest:
-        raise ConfigError(f"horizon {deepest} is beyond the last layer: the model has {config.num_layers} MoE layers, so at most {furthest}")

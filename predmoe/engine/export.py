@@ -8,6 +8,7 @@ Any OLMoE-format folder will do, ours or another's. The export appears whole or 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -25,12 +26,13 @@ from torch import Tensor
 
 from ..config import PREDICTORS, TOKENIZERS, ConfigError, ModelConfig
 from ..files import parse_json
-from ..checkpoint import check_entries, dense_entries, dense_shapes, expert_entries, find_checkpoint
+from ..checkpoint import COPY_AGAIN, check_entries, dense_entries, dense_shapes, expert_entries, find_checkpoint
 from ..model import MoEModel, count_parameters
 from .layout import ALIGNMENT, DTYPES, EXPERTS, HEADS, RESIDENT, TOKENIZER, Block, Manifest, crc32_of, head_shapes, other_files
 
 ROOM = 1 << 20             # bytes for manifest and file system beside what is counted
 LONGEST_CONTEXT = 1 << 24   # tokens: no weight's shape says it, and an engine has tables of its length
+ELSEWHERE = "nothing is left of it: mend that, or export to another folder"
 PARTIAL = ".unfinished"     # what the name of a folder that is being written ends with
 
 
@@ -57,7 +59,7 @@ class Checkpoint:
                     self._place |= dict.fromkeys(opened.keys(), file)
                     shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
             except SafetensorError as error:
-                raise ConfigError(f"{file} is damaged: {error}") from None
+                raise ConfigError(f"{file} is damaged: {error}; {COPY_AGAIN}") from None
         try:
             check_entries(shapes, self.config, shapes)
         except ConfigError as error:
@@ -68,8 +70,11 @@ class Checkpoint:
 
     def get(self, name: str) -> Tensor:
         # Opened for each tensor: a file that stays mapped would count every page ever touched as this process's memory.
-        with safe_open(self._place[name], "pt") as opened:
-            return opened.get_tensor(name)
+        try:
+            with safe_open(self._place[name], "pt") as opened:
+                return opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{self._place[name]} cannot be read any more: {error}; {COPY_AGAIN}") from None
 
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +140,12 @@ def export(source: str | Path | Source, out: str | Path, *, dtype: str = "bf16",
         for path in temporary.iterdir():
             path.chmod(0o644)   # the library leaves its files to their owner alone
         temporary.chmod(0o755)
-        os.rename(temporary, out)
+        try:
+            os.rename(temporary, out)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise ConfigError(f"{out} has come to be there meanwhile, of another export perhaps: this one is removed; use that one, or export to another folder") from None
     return manifest
 
 
@@ -182,10 +192,10 @@ def _partial(out: Path, config: ModelConfig, dtype: str, alignment: int, fitted:
             except OSError:   # a file system without locks: there nobody takes a folder for abandoned
                 break
         yield temporary
-    except SafetensorError as error:   # the library's word for a system error or for a damaged file
-        raise ConfigError(f"{out} cannot be written: {error}") from None
+    except SafetensorError as error:   # the library's word for a system error
+        raise ConfigError(f"{out} cannot be written: {error}; {ELSEWHERE}") from None
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}") from None
+        raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}; {ELSEWHERE}") from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -1,6 +1,6 @@
 """The exported model as files, and what lies where in an expert's block.
 
-    OUT/manifest.json          version, model, dtype, offsets of the experts, checksums of these and of the other files
+    OUT/manifest.json          version, model, dtype, offsets of the experts, checksums of these, of the other files and of its own entries
     OUT/resident.safetensors   everything that stays in memory: embedding, attention, norms, routers, head
     OUT/heads.safetensors      predictors, where there are any
     OUT/tokenizer.json         the checkpoint's own, where it came with one
@@ -28,8 +28,9 @@ import torch
 from ..config import PREDICTORS, TOKENIZERS, ConfigError, ModelConfig, build, to_dict
 from ..files import parse_json
 
-FORMAT, VERSION = "predmoe-engine", 2
+FORMAT, VERSION = "predmoe-engine", 3
 MANIFEST, RESIDENT, EXPERTS, HEADS, TOKENIZER = "manifest.json", "resident.safetensors", "experts.bin", "heads.safetensors", "tokenizer.json"
+CHECKSUM = "checksum"   # the manifest's entry about all of its others
 ALIGNMENT = 4096
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
@@ -81,7 +82,7 @@ class Manifest:
         shapes = {"gate": self._matrix(0), "up": self._matrix(1), "down": self._matrix(2)}
         described = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self), "model": to_dict(self.model),
                      "block": {"bytes": block.size, "payload": block.payload, "parts": shapes}, "experts_bytes": self.experts_bytes}  # fmt: skip
-        (folder / MANIFEST).write_text(json.dumps(described) + "\n")
+        (folder / MANIFEST).write_text(json.dumps(described | {CHECKSUM: crc32_of_entries(described)}) + "\n")
 
     def _matrix(self, index: int) -> dict:
         D, F = self.model.hidden_size, self.model.expert_size
@@ -100,6 +101,12 @@ def crc32_of(path: Path) -> int:
         while part := file.read(1 << 20):
             found = zlib.crc32(part, found)
     return found
+
+
+def crc32_of_entries(described: Mapping) -> int:
+    """Of a manifest's entries but CHECKSUM, as canonical JSON: their order and the spaces between them do not count."""
+    rest = {name: value for name, value in described.items() if name != CHECKSUM}
+    return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
 
 def check_file(folder: Path, manifest: Manifest, name: str) -> None:
@@ -139,6 +146,7 @@ def load_manifest(folder: str | Path) -> Manifest:
         wrong = [kind for kind, horizons in found["heads"].items() if kind not in PREDICTORS or not horizons or not all(type(h) is int and 0 < h for h in horizons)]
         if wrong or sorted(found["files"]) != sorted(other_files(found["heads"], found["tokenizer"])) or not all(type(value) is int for value in found["files"].values()):
             raise ConfigError(f"{path} is damaged: {'heads' if wrong else 'files'} are not those of an export; export the checkpoint again")
+        checksum = found[CHECKSUM]
         manifest = Manifest(name=found["name"], dtype=found["dtype"], alignment=found["alignment"], model=build(ModelConfig, found["model"]), **tuples,
                             files=found["files"], heads={kind: tuple(horizons) for kind, horizons in found["heads"].items()}, tokenizer=found["tokenizer"])  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -146,6 +154,8 @@ def load_manifest(folder: str | Path) -> Manifest:
             raise ConfigError(str(error) if str(error).startswith(str(path)) else f"{path} is damaged: {error}; export the checkpoint again") from None
         raise ConfigError(f"{path} is damaged: {f'it has no {error}' if isinstance(error, KeyError) else error}; export the checkpoint again") from None
     _check_files(folder, manifest)
+    if checksum != crc32_of_entries(found):   # last: what is known to be wrong is said by name
+        raise ConfigError(f"{path} is damaged: its entries are not those that were exported (checksum); export the checkpoint again")
     return manifest
 
 
