@@ -52,7 +52,7 @@ def plan(profile: str, only: Sequence[str] = (), *, store: Path | None = None) -
         if job.name not in studies.STUDIES or job.params is None:
             continue
         parameters = execute.check(job.notebook, job.params)
-        posthoc, pairs = studies.posthoc_config(parameters["tier"], parameters["posthoc"]), studies.pairs_of(job.name, parameters)
+        posthoc, pairs = studies.first_fit(parameters), studies.pairs_of(job.name, parameters)
         further = [studies.FURTHER[job.name](parameters)] if job.name in studies.FURTHER else []
         further += [studies.second_fit(parameters)] if job.name in studies.REFITTED else []
         # What is on the hub is not asked for here: a plan needs no network.

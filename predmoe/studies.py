@@ -40,9 +40,14 @@ def posthoc_config(tier: str, changes: Mapping) -> config.PosthocConfig:
     return config.build(config.PosthocConfig, dataclasses.asdict(config.TIERS[tier].posthoc) | dict(changes))
 
 
+def first_fit(parameters: Mapping) -> config.PosthocConfig:
+    """A notebook's predictor fit, from its parameters tier, posthoc and, where it has one, ranking_loss."""
+    return posthoc_config(parameters["tier"], {name: parameters[name] for name in ("ranking_loss",) if name in parameters} | dict(parameters["posthoc"]))
+
+
 def second_fit(parameters: Mapping) -> config.PosthocConfig:
-    """A notebook's predictor fit with the other loss of the ranking MLP: for those of REFITTED, which ask how far an effect hangs on it."""
-    first = posthoc_config(parameters["tier"], parameters["posthoc"])
+    """The same with the other loss of the ranking MLP: for the notebooks of REFITTED, which ask how far an effect hangs on it."""
+    first = first_fit(parameters)
     (other,) = (name for name in measurements.RANKING_LOSSES if name != first.ranking_loss)
     return dataclasses.replace(first, ranking_loss=other)
 

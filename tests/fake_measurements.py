@@ -44,7 +44,7 @@ def measurement(arm: str, seed: int, *, gain: float = 1.0, loss: float = 4.55, l
     curves = {kind: curve(hit[kind]["2"]) for kind in ("linear", "ranking")}
     return {
         "arm": arm, "seed": seed, "config_hash": f"{1000 * seed + round(100 * gain):012x}", "lambda_pred": lambda_pred if gain else 0.0,
-        "config": {}, "val_loss": loss * (1 + 0.001 * gain) + 4 * shift, "router_entropy": 2.48, "router_entropy_fraction": 0.895, "top_k_mass": 0.31,
+        "config": {}, "posthoc_config": {"ranking_loss": "margin"}, "val_loss": loss * (1 + 0.001 * gain) + 4 * shift, "router_entropy": 2.48, "router_entropy_fraction": 0.895, "top_k_mass": 0.31,
         "load_entropy": 0.975 + own.normal(0, 0.003), "largest_load": 0.11, "dead_experts": 0, "reuse": 0.33 - 0.01 * gain, "hidden_cosine": 0.93,
         "hit": hit, "exact_set": exact,
         "margin_over_token_id": {n: {h: hit[n][h] - hit["token_id"][h] for h in HORIZONS} for n in predictors if n not in ("token_id", "static")},

@@ -36,7 +36,7 @@ def told(folder, gains) -> dict:
     params, found = {job.name: job.params for job in execute.plan("cpu", ["10", "13"])}, {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREDMOE_OUTPUTS", str(folder))
-        patch.setattr(experiments, "measure_arms", lambda pairs, *_, **__: drawn(pairs, gains))
+        patch.setattr(experiments, "measure_arms", lambda pairs, posthoc, **_: [row | {"posthoc_config": config.to_dict(posthoc)} for row in drawn(pairs, gains)])
         for name in NAMES:
             scope = {}
             for cell in nbformat.read(paths.NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
