@@ -37,6 +37,12 @@ def parts_of(arms: Sequence[Mapping]) -> dict[str, str]:
     return {part: prefix for part, prefix in PARTS.items() if f"{prefix}baseline" in present}
 
 
+def named(arm: str) -> str:
+    """An arm for reading: "joint 1 (all weights)"; with LoRA, which has no prefix, as it is."""
+    part, prefix = next(((part, prefix) for part, prefix in PARTS.items() if prefix and arm.startswith(prefix)), ("", ""))
+    return f"{arm.removeprefix(prefix)} ({part})" if prefix else arm
+
+
 def reference_effects(arm: str) -> dict[tuple[str, int], float]:
     """(predictor, horizon) -> arm - baseline in the reference study's LoRA fine-tunes, where it gives both."""
     known = {(row["arm"], row["predictor"]): row for row in results.reference()["lora"]}
@@ -66,7 +72,7 @@ def drifts_table(table: pd.DataFrame) -> pd.DataFrame:
             ("router_entropy_fraction", "points", 100, 2), ("load_entropy", "points", 100, 2), ("val_loss", "nats/token", 1, 4))}  # fmt: skip
         return {"seeds": len(part)} | counts | shares | moved
 
-    return pd.DataFrame([{"arm": arm} | cells(part) for arm, part in table.groupby("arm", sort=False)])
+    return pd.DataFrame([{"arm": named(arm)} | cells(part) for arm, part in table.groupby("arm", sort=False)])
 
 
 def drift_panels(table: pd.DataFrame) -> pd.DataFrame:
@@ -178,9 +184,11 @@ def say_retrofit(effects: Sequence[Mapping]) -> str:
         said.append(f"That is so {_listed([e for e in effects if e['ci95'][0] > margins()[e['predictor']]])}.")
     else:
         said.append(f"The intervals over h = {', '.join(str(h) for h in dict.fromkeys(e['horizon'] for e in effects))} exclude {_excluded(effects)}.")
-    for what, sign in (("gain", 1), ("loss", -1)):
-        if held := [e for e in effects if e["p_holm"] <= stats.SIGNIFICANCE and sign * e["mean"] > 0]:
-            said.append(f"A {what} of whatever size is established after Holm's correction {_listed(held)}.")
+    margin, held = margins(), [e for e in effects if e["p_holm"] <= stats.SIGNIFICANCE]
+    if small := [e for e in held if e["mean"] > 0 and e["ci95"][0] <= margin[e["predictor"]]]:
+        said.append(f"A gain that is not shown to exceed {_limit()} is established after Holm's correction {_listed(small)}.")
+    if lost := [e for e in held if e["mean"] < 0]:
+        said.append(f"A loss is established after Holm's correction {_listed(lost)}.")
     return " ".join(said)
 
 
@@ -190,22 +198,26 @@ def say_transfer(effects: Sequence[Mapping]) -> str:
     by_part = {part: [e for e in effects if e["variation"] == part and e["predictor"] in FRESH] for part in dict.fromkeys(e["variation"] for e in effects)}
     found = {part: judge(group) for part, group in by_part.items()}
     names, weight = list(found), next(iter(by_part.values()))[0]["treatment"].split()[-1]
-    begun = next((part for part in names if found[part] == "shown"), None)
-    if begun is None:
-        first = "Not known, as single seeds test nothing" if set(found.values()) == {"untested"} else f"Not shown: no part that was trained raises hit@k by more than {_limit()} by an interval"
+    begun, margin = next((part for part in names if found[part] == "shown"), None), margins()
+    if begun:
+        sure = all(found[part] == "excluded" for part in names[: names.index(begun)])
+        said = [f"At weight {weight} transfer begins with {_the([begun])}{'' if sure else ', at the latest'}: of what is trained, from the least to the most, the first to raise hit@k by more than {_limit()}.",
+                f"That is so {_listed([e for e in by_part[begun] if e['ci95'][0] > margin[e['predictor']]])}."]  # fmt: skip
+    elif set(found.values()) == {"untested"}:
+        said = [f"Where transfer begins at weight {weight} is not known: single seeds test nothing."]
     else:
-        latest = "" if all(found[part] == "excluded" for part in names[: names.index(begun)]) else ", at the latest"
-        margin = margins()
-        first = (f"Transfer begins with {begun}{latest}: of what was trained, from the least to the most, that is the first to raise hit@k by more than {_limit()}, "
-                 f"{_listed([e for e in by_part[begun] if e['ci95'][0] > margin[e['predictor']]])}")  # fmt: skip
+        said = [f"Transfer is not shown to begin at weight {weight}: nothing that is trained raises hit@k by more than {_limit()} by an interval."]
     rest = {state: [part for part in names if found[part] == state and part != begun] for state in ("shown", "excluded", "open", "untested")}
-    told = [
-        *([f"so does training {' and '.join(rest['shown'])}"] if rest["shown"] else []),
-        *([f"that much is excluded with {' and '.join(rest['excluded'])}"] if rest["excluded"] else []),
-        *([f"it is neither shown nor excluded with {' and '.join(rest['open'])}"] if rest["open"] else []),
-        *(f"{part} has a single seed and so no interval ({_listed([max(by_part[part], key=lambda e: (e['predictor'] == 'ranking', e['horizon']))])})" for part in rest["untested"]),
-    ]  # fmt: skip
-    return f"{first} (weight {weight}). {_upper('; '.join(told))}." if told else f"{first} (weight {weight})."
+    said += [f"{words} {_the(rest[state])}." for state, words in (("shown", "So does training"), ("excluded", "That much is excluded with"), ("open", "It is neither shown nor excluded with")) if rest[state]]
+    for part in rest["untested"]:
+        last = max(by_part[part], key=lambda e: (e["predictor"] == "ranking", e["horizon"]))
+        said.append(f"Of {_the([part])} there is a single seed and so no interval: {_moved(last, 'points')} under the {FRESH[last['predictor']]} at h = {last['horizon']}.")
+    return " ".join(said)
+
+
+def _the(parts: Sequence[str]) -> str:
+    """Parts of the model within a sentence."""
+    return " and ".join(f"the {part}" if part.startswith("last") else part for part in parts)
 
 
 def _limit() -> str:
@@ -228,10 +240,6 @@ def _excluded(effects: Sequence[Mapping]) -> str:
             most = math.ceil(round(1000 * max(mine), 6)) / 10
             told.append(f"{f'a gain of more than {most:.1f} points' if most > 0 else 'any gain'} under the {FRESH[name]}")
     return " and ".join(told)
-
-
-def _upper(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def say_coadaptation(effects: Sequence[Mapping]) -> list[str]:
@@ -258,7 +266,7 @@ def say_drift(effects: Sequence[Mapping]) -> list[str]:
         mine = {e["metric"]: e for e in effects if e["treatment"] == arm}
         changes = ", ".join(f"{DRIFT[name][0]} {_moved(mine[name], unit)}" for name, unit in (
             ("router_entropy_fraction", "points"), ("load_entropy", "points"), ("val_loss", "nats")))
-        found.append(f"Against the stock model the arm {arm} keeps {100 * (1 + mine['kept']['mean']):.1f}% of a token's experts; {changes} ({_seeds(mine['kept'])}).")
+        found.append(f"Against the stock model the arm {named(arm)} keeps {100 * (1 + mine['kept']['mean']):.1f}% of a token's experts; {changes} ({_seeds(mine['kept'])}).")
     return found
 
 
