@@ -201,14 +201,16 @@ def say_transfer(effects: Sequence[Mapping]) -> str:
     begun, margin = next((part for part in names if found[part] == "shown"), None), margins()
     if begun:
         sure = all(found[part] == "excluded" for part in names[: names.index(begun)])
-        said = [f"At weight {weight} transfer begins with {_the([begun])}{'' if sure else ', at the latest'}: of what is trained, from the least to the most, the first to raise hit@k by more than {_limit()}.",
+        said = [f"At weight {weight} transfer begins with {_the([begun])}{'' if sure else ', at the latest'}: of what is trained, from the least to the most, "
+                f"the first to raise hit@k by more than {_limit()}.",
                 f"That is so {_listed([e for e in by_part[begun] if e['ci95'][0] > margin[e['predictor']]])}."]  # fmt: skip
     elif set(found.values()) == {"untested"}:
         said = [f"Where transfer begins at weight {weight} is not known: single seeds test nothing."]
     else:
         said = [f"Transfer is not shown to begin at weight {weight}: nothing that is trained raises hit@k by more than {_limit()} by an interval."]
     rest = {state: [part for part in names if found[part] == state and part != begun] for state in ("shown", "excluded", "open", "untested")}
-    said += [f"{words} {_the(rest[state])}." for state, words in (("shown", "So does training"), ("excluded", "That much is excluded with"), ("open", "It is neither shown nor excluded with")) if rest[state]]
+    words = {"shown": "So does training", "excluded": "That much is excluded with", "open": "That much is neither shown nor excluded with"}
+    said += [f"{told} {_the(rest[state])}." for state, told in words.items() if rest[state]]
     for part in rest["untested"]:
         last = max(by_part[part], key=lambda e: (e["predictor"] == "ranking", e["horizon"]))
         said.append(f"Of {_the([part])} there is a single seed and so no interval: {_moved(last, 'points')} under the {FRESH[last['predictor']]} at h = {last['horizon']}.")

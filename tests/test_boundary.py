@@ -110,7 +110,7 @@ def test_the_margins_are_those_of_the_claim_and_change_the_answer(monkeypatch):
 
 @pytest.mark.parametrize("least, middle, words", [
     ((-0.01, 0.005), (0.012, 0.03), ("At weight 1 transfer begins with the last half of the blocks: of what is trained", "That much is excluded with LoRA.", "So does training all weights.")),
-    ((-0.01, 0.02), (0.012, 0.03), ("At weight 1 transfer begins with the last half of the blocks, at the latest: ", "It is neither shown nor excluded with LoRA.")),
+    ((-0.01, 0.02), (0.012, 0.03), ("At weight 1 transfer begins with the last half of the blocks, at the latest: ", "That much is neither shown nor excluded with LoRA.")),
     ((-0.01, 0.005), (-0.01, 0.02), ("At weight 1 transfer begins with all weights, at the latest: ", "excluded with LoRA.", "neither shown nor excluded with the last half of the blocks.")),
 ])  # fmt: skip
 def test_where_transfer_begins_is_answered_by_the_same_margin(least, middle, words):
