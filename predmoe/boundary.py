@@ -175,7 +175,7 @@ def say_retrofit(effects: Sequence[Mapping]) -> str:
     first = {
         "shown": f"Yes: {subject} raises a trained model's hit@k by more than {_limit()}", "excluded": f"No: {subject} raises a trained model's hit@k by no more than {_limit()}",
         "open": f"Undecided: {subject} is not shown to raise a trained model's hit@k by more than {_limit()}, but that is not excluded either",
-        "untested": "Not known: one seed of a LoRA fine-tune tests nothing",
+        "untested": "Not known: one seed tests nothing",
     }[found]  # fmt: skip
     said = [f"{first} ({_seeds(effects[0])})."]
     if found == "untested":

@@ -97,7 +97,7 @@ def test_whether_a_fine_tune_retrofits_is_answered_by_the_claims_margin(ranking,
     told = boundary.say_retrofit([effect("ranking", 4, *ranking), effect("linear", 4, *linear), effect("next_router", 4, 0.5, 0.6)])
     assert all(part in told for part in words) and told.startswith(words[0]) and ("A gain that" in told) is any("A gain that" in part for part in words)
     single = [effect(name, 4, 0.1, 0.2) | {"ci95": None, "p_holm": None, "n": 1} for name in boundary.FRESH]
-    assert boundary.say_retrofit(single) == "Not known: one seed of a LoRA fine-tune tests nothing (a single seed, exploratory)."
+    assert boundary.say_retrofit(single) == "Not known: one seed tests nothing (a single seed, exploratory)."
 
 
 def test_the_margins_are_those_of_the_claim_and_change_the_answer(monkeypatch):
