@@ -6,6 +6,7 @@ prediction loss. What both share with the stock model is drift: a fine-tune alon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -21,12 +22,25 @@ DRIFT = {
     "attention": ("change of attention", "relative"), "router_entropy_fraction": ("router entropy", "share"), "load_entropy": ("load entropy", "share"),
     "val_loss": ("validation loss", "nats/token"),
 }  # fmt: skip
+DRIFT_OF = {"kept": "% of k", "router": "% of their norm", "experts": "% of their norm", "attention": "% of its norm"}   # of DRIFT what is a share, and of what
+
+
+def margins() -> dict[str, float]:
+    """predictor -> the gain in hit@k up to which nothing has been retrofitted, as the claim no-retrofit sets it (assets/claims.yaml)."""
+    (claim,) = (spec for spec in results.claim_specs() if spec["id"] == "no-retrofit")
+    return {part["measure"]["metric"].removeprefix("hit."): part["expected"] for part in claim["parts"]}
 
 
 def parts_of(arms: Sequence[Mapping]) -> dict[str, str]:
     """Of PARTS, those that `arms` have a baseline of."""
     present = {row["arm"] for row in arms}
     return {part: prefix for part, prefix in PARTS.items() if f"{prefix}baseline" in present}
+
+
+def named(arm: str) -> str:
+    """An arm for reading: "joint 1 (all weights)"; with LoRA, which has no prefix, as it is."""
+    part, prefix = next(((part, prefix) for part, prefix in PARTS.items() if prefix and arm.startswith(prefix)), ("", ""))
+    return f"{arm.removeprefix(prefix)} ({part})" if prefix else arm
 
 
 def reference_effects(arm: str) -> dict[tuple[str, int], float]:
@@ -50,9 +64,21 @@ def drifts(arms: Sequence[Mapping]) -> pd.DataFrame:
 
 
 def drifts_table(table: pd.DataFrame) -> pd.DataFrame:
-    """`drifts` for reading: means over seeds."""
-    means = table.groupby("arm", sort=False).mean(numeric_only=True).drop(columns="seed").reset_index()
-    return means.rename(columns={name: words for name, (words, _) in DRIFT.items()})
+    """`drifts` for reading: means over seeds, counts whole, shares in percent; what is a difference from the stock model carries a sign."""
+    def cells(part: pd.DataFrame) -> dict[str, str]:
+        counts = {words: f"{round(part[name].mean()):,}" for name, words in (("trained", "parameters trained"), ("of which experts", "of these in experts"))}
+        shares = {f"{DRIFT[name][0]} ({of})": f"{100 * part[name].mean():.1f}" for name, of in DRIFT_OF.items()}
+        moved = {f"change of {DRIFT[name][0]} ({unit})": f"{scale * part[name].mean():+z.{digits}f}" for name, unit, scale, digits in (
+            ("router_entropy_fraction", "points", 100, 2), ("load_entropy", "points", 100, 2), ("val_loss", "nats/token", 1, 4))}  # fmt: skip
+        return {"seeds": len(part)} | counts | shares | moved
+
+    return pd.DataFrame([{"arm": named(arm)} | cells(part) for arm, part in table.groupby("arm", sort=False)])
+
+
+def drift_panels(table: pd.DataFrame) -> pd.DataFrame:
+    """`drifts` as `plots_controls.measures` takes it: one row per fine-tune and measure of DRIFT_OF, named with what it is a share of."""
+    wide = table.melt(id_vars=["arm", "seed"], value_vars=list(DRIFT_OF), var_name="measure")
+    return wide.assign(measure=wide.measure.map({name: f"{DRIFT[name][0]} ({of})" for name, of in DRIFT_OF.items()}))
 
 
 def by_part(arms: Sequence[Mapping], predictor: str) -> pd.DataFrame:
@@ -120,6 +146,104 @@ def part_gates(arms: Sequence[Mapping]) -> list[dict]:
 
 # --- in words ----------------------------------------------------------------------------------------------------------
 
+def retrofit_effects(result: Mapping) -> list[dict]:
+    """joint - baseline of results.json of 10_olmoe_lora, under the predictors that are fitted afterwards."""
+    return experiments.hit_effects(result["arms"], f"joint {result['provenance']['parameters']['lambda_pred']:g}", "baseline", predictors=list(FRESH))
+
+
+def ladder_effects(result: Mapping) -> list[dict]:
+    """`part_effects` of results.json of 13_olmoe_dose at its last weight, under the predictors that are fitted afterwards."""
+    return part_effects(result["arms"], f"{result['provenance']['parameters']['lambdas'][-1]:g}", list(FRESH))
+
+
+def judge(effects: Sequence[Mapping]) -> str:
+    """Of effects on hit@k with `predictor`, beside the margin of each: "untested" (single seeds), "shown" (an interval lies above its margin), "excluded" (every interval
+    ends at or below its own), else "open"."""
+    margin = margins()
+    if any(e["ci95"] is None for e in effects):
+        return "untested"
+    if any(e["ci95"][0] > margin[e["predictor"]] for e in effects):
+        return "shown"
+    return "excluded" if all(e["ci95"][1] <= margin[e["predictor"]] for e in effects) else "open"
+
+
+def say_retrofit(effects: Sequence[Mapping]) -> str:
+    """Whether a fine-tune makes a trained model predictable: yes where an interval lies above the claim's margin, no where every interval excludes more than it, else
+    undecided (`judge`); then at which horizons, or what gain is excluded, and which gains of any size are established. `effects`: of `experiments.hit_effects`."""
+    effects = [e for e in effects if e["predictor"] in FRESH]
+    found, subject = judge(effects), "a LoRA fine-tune with the prediction loss"
+    first = {
+        "shown": f"Yes: {subject} raises a trained model's hit@k by more than {_limit()}", "excluded": f"No: {subject} raises a trained model's hit@k by no more than {_limit()}",
+        "open": f"Undecided: {subject} is not shown to raise a trained model's hit@k by more than {_limit()}, but that is not excluded either",
+        "untested": "Not known: one seed tests nothing",
+    }[found]  # fmt: skip
+    said = [f"{first} ({_seeds(effects[0])})."]
+    if found == "untested":
+        return " ".join(said)
+    if found == "shown":
+        said.append(f"That is so {_listed([e for e in effects if e['ci95'][0] > margins()[e['predictor']]])}.")
+    else:
+        said.append(f"The intervals over h = {', '.join(str(h) for h in dict.fromkeys(e['horizon'] for e in effects))} exclude {_excluded(effects)}.")
+    margin, held = margins(), [e for e in effects if e["p_holm"] <= stats.SIGNIFICANCE]
+    if small := [e for e in held if e["mean"] > 0 and e["ci95"][0] <= margin[e["predictor"]]]:
+        said.append(f"A gain that is not shown to exceed {_limit()} is established after Holm's correction {_listed(small)}.")
+    if lost := [e for e in held if e["mean"] < 0]:
+        said.append(f"A loss is established after Holm's correction {_listed(lost)}.")
+    return " ".join(said)
+
+
+def say_transfer(effects: Sequence[Mapping]) -> str:
+    """Where between the least that is trained and the most transfer begins: with the first part that raises hit@k by more than the claim's margin (`judge`, under the predictors
+    that are fitted afterwards, at all horizons); then what is known of the other parts. `effects`: of `part_effects`."""
+    by_part = {part: [e for e in effects if e["variation"] == part and e["predictor"] in FRESH] for part in dict.fromkeys(e["variation"] for e in effects)}
+    found = {part: judge(group) for part, group in by_part.items()}
+    names, weight = list(found), next(iter(by_part.values()))[0]["treatment"].split()[-1]
+    begun, margin = next((part for part in names if found[part] == "shown"), None), margins()
+    if begun:
+        sure = all(found[part] == "excluded" for part in names[: names.index(begun)])
+        said = [f"At weight {weight} transfer begins with {_the([begun])}{'' if sure else ', at the latest'}: of what is trained, from the least to the most, "
+                f"the first to raise hit@k by more than {_limit()}.",
+                f"That is so {_listed([e for e in by_part[begun] if e['ci95'][0] > margin[e['predictor']]])}."]  # fmt: skip
+    elif set(found.values()) == {"untested"}:
+        said = [f"Where transfer begins at weight {weight} is not known: single seeds test nothing."]
+    else:
+        said = [f"Transfer is not shown to begin at weight {weight}: nothing that is trained raises hit@k by more than {_limit()} by an interval."]
+    rest = {state: [part for part in names if found[part] == state and part != begun] for state in ("shown", "excluded", "open", "untested")}
+    words = {"shown": "So does training", "excluded": "That much is excluded with", "open": "That much is neither shown nor excluded with"}
+    said += [f"{told} {_the(rest[state])}." for state, told in words.items() if rest[state]]
+    for part in rest["untested"]:
+        last = max(by_part[part], key=lambda e: (e["predictor"] == "ranking", e["horizon"]))
+        said.append(f"Of {_the([part])} there is a single seed and so no interval: {_moved(last, 'points')} under the {FRESH[last['predictor']]} at h = {last['horizon']}.")
+    return " ".join(said)
+
+
+def _the(parts: Sequence[str]) -> str:
+    """Parts of the model within a sentence."""
+    return " and ".join(f"the {part}" if part.startswith("last") else part for part in parts)
+
+
+def _limit() -> str:
+    """The margins in words, "1 point"; by predictor where they differ."""
+    words = {name: f"{100 * value:g} point{'' if value == 0.01 else 's'}" for name, value in margins().items()}
+    return next(iter(words.values())) if len(set(words.values())) == 1 else " or ".join(f"{text} ({FRESH[name]})" for name, text in words.items())
+
+
+def _listed(effects: Sequence[Mapping]) -> str:
+    """ "under the ranking MLP at h = 2 (+1.0 points [+0.5, +1.5]), at h = 4 (...); under the linear predictor at h = 4 (...)" """
+    by_name = {name: [f"at h = {e['horizon']} ({_moved(e, 'points')})" for e in effects if e["predictor"] == name] for name in FRESH}
+    return "; ".join(f"under the {FRESH[name]} {', '.join(told)}" for name, told in by_name.items() if told)
+
+
+def _excluded(effects: Sequence[Mapping]) -> str:
+    """What gain the intervals leave no room for, by predictor, rounded up to a tenth of a point so that it is excluded as written."""
+    told = []
+    for name in FRESH:
+        if mine := [e["ci95"][1] for e in effects if e["predictor"] == name]:
+            most = math.ceil(round(1000 * max(mine), 6)) / 10
+            told.append(f"{f'a gain of more than {most:.1f} points' if most > 0 else 'any gain'} under the {FRESH[name]}")
+    return " and ".join(told)
+
+
 def say_coadaptation(effects: Sequence[Mapping]) -> list[str]:
     """What the head that was trained along has over a fresh one on the same model, a sentence for each arm: more or less where the interval excludes zero."""
     by_arm: dict[str, list[Mapping]] = {}
@@ -144,7 +268,7 @@ def say_drift(effects: Sequence[Mapping]) -> list[str]:
         mine = {e["metric"]: e for e in effects if e["treatment"] == arm}
         changes = ", ".join(f"{DRIFT[name][0]} {_moved(mine[name], unit)}" for name, unit in (
             ("router_entropy_fraction", "points"), ("load_entropy", "points"), ("val_loss", "nats")))
-        found.append(f"Against the stock model the arm {arm} keeps {100 * (1 + mine['kept']['mean']):.1f}% of a token's experts; {changes} ({_seeds(mine['kept'])}).")
+        found.append(f"Against the stock model the arm {named(arm)} keeps {100 * (1 + mine['kept']['mean']):.1f}% of a token's experts; {changes} ({_seeds(mine['kept'])}).")
     return found
 
 

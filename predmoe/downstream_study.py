@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pandas as pd
 
 from . import downstream_tasks, experiments, results, runs, stats
 from .config import ConfigError, DownstreamConfig, RunConfig
+from .findings import _p
 
 TITLES = {
     "hellaswag": "HellaSwag", "arc_easy": "ARC easy", "arc_challenge": "ARC challenge", "piqa": "PIQA", "openbookqa": "OpenBookQA",
@@ -194,6 +196,48 @@ def say_effects(found: Sequence[Mapping], metric: str) -> str:
     parts = " and ".join(f"{side} it on {', '.join(names)}" for side, names in sides.items())
     return (f"The {words} ({unit}, {group[0]['n']} seeds): joint training {parts}; corrected for {len(group)} tasks (Holm), {held} of them "
             f"{'is' if held == 1 else 'are'} established.")   # fmt: skip
+
+
+def say_verdict(found: Sequence[Mapping]) -> str:
+    """Whether joint training changes zero-shot quality: what is established after Holm's correction over the tasks of each measure, which way, on which task and how large; then
+    what changes the intervals of all others exclude. `found`: of `effects`. More is better in every measure."""
+    if found[0]["ci95"] is None:
+        return "Whether joint training changes zero-shot quality is not known: a single seed tests nothing."
+    held = established(found)
+    rest, seeds = [e for e in found if e not in held], f"{found[0]['n']} seeds"
+    if not held:
+        return f"In zero-shot tasks no change by joint training is established ({len(found)} comparisons, {seeds}). {_excluded(rest)}"
+    told = "; ".join(f"{say_side(e)} ({results.effect_text(e, _unit(e))}, p = {_p(e['p_holm'])})" for e in held)
+    others = f" Of the other {len(rest)} comparisons none is. {_excluded(rest)}" if rest else ""
+    return f"In zero-shot tasks joint training {told}, which {'is' if len(held) == 1 else 'are'} established after Holm's correction over the tasks of each measure ({seeds}).{others}"
+
+
+def established(found: Sequence[Mapping]) -> list[Mapping]:
+    """Of `effects` those that hold after Holm's correction over the tasks of their measure; none of a single seed."""
+    return [e for e in found if e["p_holm"] is not None and e["p_holm"] <= stats.SIGNIFICANCE]
+
+
+def say_side(effect: Mapping) -> str:
+    """ "lowers the gold answer's log-likelihood on LAMBADA" """
+    return f"{'raises' if effect['mean'] > 0 else 'lowers'} the {METRICS[effect['measure']][0]} on {TITLES[effect['task']]}"
+
+
+def _unit(effect: Mapping) -> str:
+    """The unit in which an effect is written (`claims.UNITS`)."""
+    return "nats" if METRICS[effect["measure"]][1] == "nats" else "points"
+
+
+def _excluded(rest: Sequence[Mapping]) -> str:
+    """By measure, the largest fall and rise that any interval leaves room for, rounded outwards so that what lies beyond is excluded as written."""
+    told = []
+    for metric, (words, _) in METRICS.items():
+        if ends := [e["ci95"] for e in rest if e["measure"] == metric]:
+            unit = _unit({"measure": metric})
+            scale, steps, digits = (1, 100, 2) if unit == "nats" else (100, 10, 1)
+            low = math.floor(round(scale * steps * min(low for low, _ in ends), 6)) / steps
+            high = math.ceil(round(scale * steps * max(high for _, high in ends), 6)) / steps
+            told.append(f"{low:+z.{digits}f} to {high:+z.{digits}f} {unit} of {'the ' if metric == 'gold' else ''}{words}")
+    return f"Their intervals exclude what lies beyond {', '.join(told)}." if told else ""
 
 
 def say_within(table: pd.DataFrame) -> str:

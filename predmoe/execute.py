@@ -105,7 +105,7 @@ def check(notebook: Path, params: Mapping) -> dict:
 
 def _as(name: str, value, default):
     """`value` where it has the type of `default`, items and keys included."""
-    if default == {} and isinstance(value, dict) and re.search(r"(\w+)\W*$", name)[1] in SECTIONS:
+    if isinstance(default, dict) and isinstance(value, dict) and re.search(r"(\w+)\W*$", name)[1] in SECTIONS:
         return value
     if default is None or (default in ([], (), {}) and isinstance(value, type(default))):
         warnings.warn(f"{name}={value!r} is not checked, since its default {default!r} does not tell a type", stacklevel=3)

@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from . import claims as deciding
-from . import experiments, refit, results, stats
+from . import boundary, downstream_study, experiments, refit, results, stats
 from .findings import PLACEBO, _holm, _moved, _seeds, _verb, compare, say, say_by_horizon, say_confirmed
 
 FIRST = "02_horizons"   # the experiment that alone has the alternative objective and the placebo; the one with most seeds extends its comparison
+TASKS = "12_downstream"
+TUNED, PARTS = "10_olmoe_lora", "13_olmoe_dose"
 
 
 def answers(claims: Sequence[Mapping], found: Mapping[str, Mapping], benchmark: Mapping | None = None) -> list[str]:
     """The report's first lines, from claims.json and the results by experiment: does it work, how much, what is it worth, at what cost, how sure, is
-    there a better objective, and what failed to replicate.
+    there a better objective, can a trained model be made predictable, and what failed to replicate.
 
     They stand on the experiment that has the comparison with most seeds (`experiments.primary`); the alternative objective on 02_horizons, which alone has it.
     `benchmark`: `results.benchmark("distributed")`, which timed the prediction term.
@@ -35,9 +37,10 @@ def answers(claims: Sequence[Mapping], found: Mapping[str, Mapping], benchmark: 
         f"**Does it work?** {_whether(effects)} {works} The reference study's claim is {_replicated(gain['verdict'])}, as {_clause(deciding.reason(gain))}.",
         f"**How much, compared with the reference study?** {say_size(effects)}",
         f"**What is it worth?** {' '.join(say_worth(found))}",
-        f"**At what cost?** {' '.join(say_cost(found[name], by_id['quality-cost'], benchmark))}",
+        f"**At what cost?** {' '.join(say_cost(found[name], by_id['quality-cost'], benchmark, found.get(TASKS)))}",
         f"**How sure?** {' '.join(say_certainty(effects, name, found))}",
         f"**Is there a better objective?** {' '.join(say_better(found.get(FIRST)))}",
+        f"**Can a trained model be made predictable?** {' '.join(say_trained(found))}",
         f"**What failed to replicate?** {' '.join(say_failed(claims))}",
     ]
 
@@ -196,20 +199,24 @@ def _worth(joint: Mapping) -> str:
 
 # --- at what cost, and how sure --------------------------------------------------------------------------------------------
 
-def say_cost(result: Mapping, claim: Mapping, benchmark: Mapping | None) -> list[str]:
-    """The quality gate with the losses of both arms, evenness of load, time and operations of a training step, the claim's verdict, and reuse."""
+def say_cost(result: Mapping, claim: Mapping, benchmark: Mapping | None, tasks: Mapping | None = None) -> list[str]:
+    """The quality gate with the losses of both arms, evenness of load, time and operations of a training step, the claim's verdict, reuse, and what is established of zero-shot
+    tasks (`tasks`: results.json of 12_downstream), which the first sentence names too: that the gate is passed is not all of the cost."""
     arms = result["arms"]
     gate = next(gate for gate in result["gates"] if gate["arm"] == "joint")
     loss, load = gate["val_loss"], gate["load_entropy"]
     plain, joint = (float(np.mean(list(results.values_by_seed(arms, arm, "val_loss").values()))) for arm in ("baseline", "joint"))
     sure = "" if loss["ci95"] is None else ", by the whole interval" if gate["certain"] else ", by the mean, not by the whole interval"
     (reuse,) = experiments.scalar_effects(arms, "joint", "baseline", {"reuse": "share of k"})
+    zero_shot = [e for e in tasks["effects"] if "measure" in e] if tasks else []
+    moved = "; ".join(downstream_study.say_side(e) for e in downstream_study.established(zero_shot))
     return [
         f"The joint arm {'passes' if gate['passes'] else 'FAILS'} the quality gate{sure}: validation loss goes from {plain:.3f} to {joint:.3f} nats per token, {results.effect_text(loss, 'percent')}, "
-        f"where at most {stats.MAX_LOSS_INCREASE:+z.1%} is allowed.",
+        f"where at most {stats.MAX_LOSS_INCREASE:+z.1%} is allowed{moved and f'; of zero-shot tasks, joint training {moved}'}.",
         f"Load entropy is {1 + load['mean']:.3f} times the baseline's (at least {stats.MIN_LOAD_ENTROPY_RATIO} is asked).",
         *say_step(benchmark), f"The reference study's claim of a small cost is {_replicated(claim['verdict'])}.",
         say(reuse, "Joint training", "the reuse of experts from token to token", "points"),
+        *([downstream_study.say_verdict(zero_shot)] if zero_shot else []),
     ]  # fmt: skip
 
 
@@ -281,18 +288,34 @@ def say_candidates(horizons: Mapping | None) -> list[str]:
     return [f"The alternative {gate['sentence']}."] if gate else []
 
 
+def say_trained(found: Mapping[str, Mapping]) -> list[str]:
+    """Whether predictability can be fitted to a trained model by LoRA (10_olmoe_lora), and with which part of the model transfer begins (13_olmoe_dose), where they have been run."""
+    said = [boundary.say_retrofit(boundary.retrofit_effects(found[TUNED]))] if TUNED in found else []
+    said += [boundary.say_transfer(boundary.ladder_effects(found[PARTS]))] if PARTS in found else []
+    return said or [f"Not known in this profile: {TUNED} has not been run."]
+
+
 def say_failed(claims: Sequence[Mapping]) -> list[str]:
     """How many verdicts there are of each kind, the claims that were not replicated with the reason, and what those in part have."""
     words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
     by_word = {word: [claim for claim in claims if claim["verdict"] == word] for word in words}
-    failed, partly = by_word[stats.NOT_REPLICATED], by_word[stats.PARTLY]
+    failed = by_word[stats.NOT_REPLICATED]
     counts = ", ".join(f"{len(by_word[word])} {word}" for word in words)
     said = [f"{len(failed) or 'None'} of the {len(claims) - len(by_word[stats.NOT_TESTED])} claims that were tested ({counts})."]
     said += [f"“{claim['statement'].rstrip('.')}”: {deciding.reason(claim)}." for claim in failed]
     unclear = (stats.NOTHING_EXCLUDED, stats.NOTHING_ESTABLISHED)
     open_ones = sum(all(any(words in part["why"] for words in unclear) for part in claim.get("parts", [claim])) for claim in failed)
     said += [f"For {open_ones} of these {len(failed)} no effect on either side is established: not refuted, but not shown."] if open_ones else []
-    sizes = sum(deciding.other_size(claim) is not None for claim in partly)
-    of_parts = sum(bool(claim.get("parts")) for claim in partly)
-    rest = f"; {of_parts} {'consists' if of_parts == 1 else 'consist'} of several parts, not all of which did" if of_parts else ""
-    return said + ([f"Of the {len(partly)} that are replicated in part, {sizes} hold in direction and differ more than twofold in size{rest}."] if sizes else [])
+    return said + say_partly(by_word[stats.PARTLY])
+
+
+def say_partly(partly: Sequence[Mapping]) -> list[str]:
+    """Why claims are replicated in part only, every one of them accounted for: another size, several parts, or else the claim with its reason."""
+    if not partly:
+        return []
+    sizes = [claim for claim in partly if deciding.other_size(claim) is not None]
+    several = [claim for claim in partly if claim.get("parts")]
+    told = [f"{len(sizes)} hold in direction and differ more than twofold in size"] if sizes else []
+    told += [f"{len(several)} {'consists' if len(several) == 1 else 'consist'} of several parts, not all of which did"] if several else []
+    told += [f"“{claim['statement'].rstrip('.')}”: {deciding.reason(claim)}" for claim in partly if claim not in sizes and claim not in several]
+    return [f"Of the {len(partly)} that are replicated in part, {'; '.join(told)}."]

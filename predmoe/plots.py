@@ -307,9 +307,9 @@ def _looks(table: pd.DataFrame) -> dict[str, dict]:
     Beyond six arms colours come again with the next marker and line, so that no two look alike.
     """
     arms = list(dict.fromkeys(table.arm))
-    first = 0 if "baseline" in arms else 1
+    place = {arm: i for i, arm in enumerate((arm for arm in arms if arm != "baseline"), start=1)} | {"baseline": 0}
     turn = lambda looks, i: looks[(i + i // len(COLORS)) % len(looks)]  # noqa: E731
-    return {arm: {"color": COLORS[i % len(COLORS)], "marker": turn(MARKERS, i), "linestyle": turn(LINES, i)} for i, arm in enumerate(arms, start=first)}
+    return {arm: {"color": COLORS[i % len(COLORS)], "marker": turn(MARKERS, i), "linestyle": turn(LINES, i)} for arm in arms for i in [place[arm]]}
 
 
 def _dodged(table, spread: float = 0.5, looks=None):

@@ -17,10 +17,10 @@ from .plots import COLORS, GATE, LINES, MARKERS, SEED, _cloud, _legend, _looks, 
 
 @_styled
 def measures(table: pd.DataFrame, *, label: str, columns: int = 4) -> Figure:
-    """Columns measure, value (a share). One panel per measure, one position per arm."""
+    """Columns measure, value (a share). One panel per measure, one position per arm, with its name."""
     names, arms, looks = list(dict.fromkeys(table.measure)), list(dict.fromkeys(table.arm)), _looks(table)
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(max(2.4 * min(columns, len(names)), 4.2) + 0.6, 2.5 * rows + 0.6))
+    figure = Figure(figsize=(max(2.4 * min(columns, len(names)), 4.2) + 0.6, 3.0 * rows + 0.6))
     axes = figure.subplots(rows, min(columns, len(names)), squeeze=False)
     for ax, name in zip(axes.flat, names):
         part = table[table.measure == name]
@@ -31,14 +31,14 @@ def measures(table: pd.DataFrame, *, label: str, columns: int = 4) -> Figure:
         if "baseline" in arms:
             ax.axhline(100 * part[part.arm == "baseline"].value.mean(), color="#bbbbbb", linewidth=1, zorder=1)
         ax.set_title("\n".join(textwrap.wrap(name, 26)), fontsize=9)
-        ax.set(xticks=[], xlim=(-0.6, len(arms) - 0.3))
+        ax.set(xticks=range(len(arms)), xlim=(-0.6, len(arms) - 0.3))
+        ax.set_xticklabels(arms, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
+        ax.grid(axis="x", visible=False)
         shares(ax, whole=100.0)
     for ax in list(axes.flat)[len(names) :]:
         ax.set_visible(False)
     for ax in axes[:, 0]:
         ax.set_ylabel(label)
-    for ax in axes[-1]:
-        ax.set_xlabel("arm")
     _legend(figure, table, columns=4)
     return figure
 

@@ -4,16 +4,17 @@ import nbformat
 import numpy as np
 import pytest
 from fake_measurements import measurement
+from figures import cut_off
 
-from predmoe import boundary, cli, config, execute, experiments, paths, plan, results, studies
+from predmoe import boundary, claims, cli, config, execute, experiments, headline, paths, plan, plots_controls, results, studies
 from predmoe.config import ConfigError
 
 NAMES = ("10_olmoe_lora", "13_olmoe_dose")
 HEADS = 0.042   # what a head that was trained along has over a fresh one, as in the reference study
 
 
-def drawn(pairs, gains):
-    """Measurements of a study's arms; `gains`: part -> the joint arm's gain, in units of the drawn effect."""
+def drawn(pairs, gains, fit=None):
+    """Measurements of a study's arms by the predictor fit `fit`; `gains`: part -> the joint arm's gain, in units of the drawn effect."""
     found = []
     for arm, run in pairs:
         part = next(part for part, prefix in reversed(boundary.PARTS.items()) if arm.startswith(prefix))
@@ -23,7 +24,7 @@ def drawn(pairs, gains):
         if run.objective.lambda_pred:
             row["hit"]["cotrained"] = {h: value + (HEADS if joint else 0.0) + own.normal(0, 0.001) for h, value in row["hit"]["linear"].items()}
             row["exact_set"]["cotrained"] = row["exact_set"]["linear"]
-        row |= {"lambda_pred": run.objective.lambda_pred, "config_hash": run.hash}
+        row |= {"lambda_pred": run.objective.lambda_pred, "config_hash": run.hash, "posthoc_config": config.to_dict(fit) if fit else {}}
         if run.finetune is not None:
             row |= {"drift": {"kept": 0.9 - 0.1 * joint + own.normal(0, 0.01), "kept_per_layer": [0.9] * 8, "weights": {"router": 0.1, "experts": 0.2, "attention": 0.3}},
                     "trained": {"parameters": 100, "experts": 60}}  # fmt: skip
@@ -36,7 +37,7 @@ def told(folder, gains) -> dict:
     params, found = {job.name: job.params for job in execute.plan("cpu", ["10", "13"])}, {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREDMOE_OUTPUTS", str(folder))
-        patch.setattr(experiments, "measure_arms", lambda pairs, posthoc, **_: [row | {"posthoc_config": config.to_dict(posthoc)} for row in drawn(pairs, gains)])
+        patch.setattr(experiments, "measure_arms", lambda pairs, fit, **__: drawn(pairs, gains, fit))
         for name in NAMES:
             scope = {}
             for cell in nbformat.read(paths.NOTEBOOKS / f"{name}.ipynb", as_version=4).cells:
@@ -78,6 +79,80 @@ def test_where_transfer_begins_is_said_by_the_first_interval_above_zero(without,
     assert boundary.say_boundary([none | {"mean": -0.02, "ci95": [-0.03, -0.01]}], "ranking").endswith("no interval of these lies above zero; below zero lies that of LoRA.")
     beside = [none, none | {"horizon": 2}, none | {"variation": "all weights", "mean": 0.02}]
     assert boundary.say_against(beside, "LoRA", "all weights") == "Joint against baseline with LoRA trained, beside the same with all weights: +0.0 against +2.0 points at h = 4 (means over seeds)."
+
+
+def effect(predictor, horizon, low, high, **more):
+    """An effect whose Holm-corrected p is small where the interval excludes zero."""
+    return {"predictor": predictor, "horizon": horizon, "mean": (low + high) / 2, "ci95": [low, high], "n": 3, "p_holm": 0.01 if low * high > 0 else 0.3, "treatment": "joint 1"} | more
+
+
+@pytest.mark.parametrize("ranking, linear, words", [
+    ((0.012, 0.03), (-0.001, 0.002), ("Yes: a LoRA fine-tune with the prediction loss raises a trained model's hit@k by more than 1 point (3 seeds).", "That is so under the ranking MLP at h = 4 (+2.1 points [+1.2, +3.0]).")),
+    ((-0.006, 0.0061), (0.0002, 0.0012), ("No: a LoRA fine-tune with the prediction loss raises a trained model's hit@k by no more than 1 point (3 seeds).",
+        "exclude a gain of more than 0.7 points under the ranking MLP and a gain of more than 0.2 points under the linear predictor.", "A gain that is not shown to exceed 1 point is established after Holm's correction under the linear predictor at h = 4")),
+    ((-0.01, 0.0131), (0.0, 0.001), ("Undecided: ", "is not shown to raise a trained model's hit@k by more than 1 point, but that is not excluded either (3 seeds).", "exclude a gain of more than 1.4 points under the ranking MLP")),
+    ((-0.03, -0.012), (-0.002, 0.001), ("No: ", "exclude any gain under the ranking MLP and a gain of more than 0.1 points under the linear", "A loss is established after Holm's correction under the ranking MLP at h = 4 (-2.1 points")),
+])  # fmt: skip
+def test_whether_a_fine_tune_retrofits_is_answered_by_the_claims_margin(ranking, linear, words):
+    told = boundary.say_retrofit([effect("ranking", 4, *ranking), effect("linear", 4, *linear), effect("next_router", 4, 0.5, 0.6)])
+    assert all(part in told for part in words) and told.startswith(words[0]) and ("A gain that" in told) is any("A gain that" in part for part in words)
+    single = [effect(name, 4, 0.1, 0.2) | {"ci95": None, "p_holm": None, "n": 1} for name in boundary.FRESH]
+    assert boundary.say_retrofit(single) == "Not known: one seed tests nothing (a single seed, exploratory)."
+
+
+def test_the_margins_are_those_of_the_claim_and_change_the_answer(monkeypatch):
+    claim = next(spec for spec in results.claim_specs() if spec["id"] == "no-retrofit")
+    assert boundary.margins() == {"ranking": claim["parts"][0]["expected"], "linear": claim["parts"][1]["expected"]} and set(boundary.margins()) == set(boundary.FRESH)
+    monkeypatch.setattr(boundary, "margins", lambda: {"ranking": 0.02, "linear": 0.001})
+    told = boundary.say_retrofit([effect("ranking", 4, 0.012, 0.019), effect("linear", 4, 0.002, 0.004)])
+    assert told.startswith("Yes: ") and "by more than 2 points (ranking MLP) or 0.1 points (linear predictor)" in told and "That is so under the linear predictor" in told
+
+
+@pytest.mark.parametrize("least, middle, words", [
+    ((-0.01, 0.005), (0.012, 0.03), ("At weight 1 transfer begins with the last half of the blocks: of what is trained", "That much is excluded with LoRA.", "So does training all weights.")),
+    ((-0.01, 0.02), (0.012, 0.03), ("At weight 1 transfer begins with the last half of the blocks, at the latest: ", "That much is neither shown nor excluded with LoRA.")),
+    ((-0.01, 0.005), (-0.01, 0.02), ("At weight 1 transfer begins with all weights, at the latest: ", "excluded with LoRA.", "neither shown nor excluded with the last half of the blocks.")),
+])  # fmt: skip
+def test_where_transfer_begins_is_answered_by_the_same_margin(least, middle, words):
+    ends = {"LoRA": least, "last half of the blocks": middle, "all weights": (0.02, 0.04)}
+    effects = [effect(name, 4, *pair, variation=part) for part, pair in ends.items() for name in boundary.FRESH]
+    alone = [effect(name, 4, 0.1, 0.1, variation="pretraining") | {"ci95": None, "p_holm": None, "n": 1} for name in boundary.FRESH]
+    told = boundary.say_transfer([*effects, *alone])
+    assert told.startswith(words[0]) and all(part in told for part in words)
+    assert told.endswith("Of pretraining there is a single seed and so no interval: +10.0 points under the ranking MLP at h = 4.")
+    assert boundary.say_transfer([e for e in effects if e["variation"] == "LoRA"]).startswith("Transfer is not shown to begin at weight 1: ")
+    assert boundary.say_transfer(alone).startswith("Where transfer begins at weight 1 is not known: single seeds test nothing.")
+
+
+def test_both_notebooks_and_the_reports_first_lines_answer_their_title(without, with_transfer):
+    for found, first, begins in ((without, "No: ", "the last half of the blocks"), (with_transfer, "Yes: ", "LoRA")):
+        retrofit, transfer = headline.say_trained(found)
+        assert found["10_olmoe_lora"]["findings"][0] == retrofit and retrofit.startswith(first)
+        assert transfer in found["13_olmoe_dose"]["findings"] and transfer.startswith(f"At weight 1 transfer begins with {begins}:")
+    assert headline.say_trained({}) == ["Not known in this profile: 10_olmoe_lora has not been run."]
+    assert headline.say_trained({"10_olmoe_lora": without["10_olmoe_lora"]}) == [without["10_olmoe_lora"]["findings"][0]]
+
+
+def test_a_fine_tune_that_lowers_predictability_retrofits_none():
+    """The claim says that nothing is gained, and is judged by that side alone."""
+    specs = {spec["id"]: spec for spec in results.claim_specs()}
+    arms = [measurement(arm, seed, gain=gain) for seed in range(3) for arm, gain in (("baseline", 0.0), ("joint 0.1", -1.0))]
+    decided = claims.evaluate(specs["no-retrofit"], {"10_olmoe_lora": {"arms": arms}})
+    assert all(e["ci95"][1] < 0 for e in decided["effects"]) and decided["verdict"] == "replicated"
+    assert claims.evaluate(specs["lora-coadaptation"], {"10_olmoe_lora": {"arms": arms}})["parts"][1]["verdict"] == "replicated"
+
+
+def test_the_drift_table_has_whole_counts_and_words_and_the_figure_a_unit_in_each_title(without):
+    table = boundary.drifts(without["13_olmoe_dose"]["arms"])
+    shown = boundary.drifts_table(table).set_index("arm")
+    assert shown["parameters trained"].tolist()[0] == "100" and shown["of these in experts"].tolist()[0] == "60" and shown.seeds.tolist() == [3] * len(shown)
+    assert "joint 1 (all weights)" in shown.index and "baseline (last half of the blocks)" in shown.index and "joint 0.1" in shown.index
+    assert not set(shown.columns) & set(table.columns) and not any("_" in name for name in shown.columns)
+    assert shown["experts kept (% of k)"]["baseline"] == f"{100 * table[table.arm == 'baseline'].kept.mean():.1f}" and shown["change of validation loss (nats/token)"]["baseline"].startswith("-0.")
+    panels = boundary.drift_panels(table)
+    assert set(panels.measure) == {"experts kept (% of k)", "change of the routers (% of their norm)", "change of the experts (% of their norm)", "change of attention (% of its norm)"}
+    figure = plots_controls.measures(panels, label="share or change (%)")
+    assert all([tick.get_text() for tick in ax.get_xticklabels()] == list(dict.fromkeys(table.arm)) for ax in figure.axes) and cut_off(figure) == []
 
 
 @pytest.mark.parametrize("means, words", [

@@ -9,10 +9,11 @@ import pandas as pd
 import pytest
 from eval_files import write
 from fake_downstream import downstream, drawn, row
+from fake_measurements import finished
 from figures import cut_off
 from tiny_runs import POSTHOC, clone, tiny
 
-from predmoe import downstream_study, downstream_tasks, execute, experiments, measure_downstream, paths, plots_downstream, results, runs, stats
+from predmoe import downstream_study, downstream_tasks, execute, experiments, headline, measure_downstream, paths, plots_downstream, results, runs, stats
 from predmoe.config import EVAL_TASKS, ConfigError, DownstreamConfig, stable_hash
 from predmoe.downstream_tasks import CLOZE
 from predmoe.measure_downstream import compare, pack_bits, pack_numbers, summary, unpack_bits, unpack_numbers
@@ -76,6 +77,33 @@ def test_effects_are_paired_by_seed_and_corrected_over_the_tasks_of_a_metric():
     assert "a single seed, exploratory" in downstream_study.say_effects(downstream_study.effects(study(seeds=(0,))), "accuracy")
 
 
+def test_the_verdict_names_what_is_established_and_what_the_rest_excludes():
+    def made(task, measure, low, high, p):
+        return {"task": task, "measure": measure, "mean": (low + high) / 2, "ci95": [low, high], "n": 5, "p_holm": p}
+
+    found = [made("lambada_openai", "gold", -0.1015, -0.0433, 0.016), made("piqa", "gold", -0.5, 0.301, 1.0), made("piqa", "accuracy", -0.0061, 0.0115, 1.0), made("arc_easy", "accuracy", -0.0053, 0.0141, 0.06)]
+    assert downstream_study.say_verdict(found) == (
+        "In zero-shot tasks joint training lowers the gold answer's log-likelihood on LAMBADA (-0.0724 nats [-0.1015, -0.0433], p = 0.016), which is established after Holm's correction over the "
+        "tasks of each measure (5 seeds). Of the other 3 comparisons none is. Their intervals exclude what lies beyond -0.50 to +0.31 nats of the gold answer's log-likelihood, -0.7 to +1.5 points of accuracy.")
+    none = downstream_study.say_verdict(found[1:])
+    assert none.startswith("In zero-shot tasks no change by joint training is established (3 comparisons, 5 seeds).") and "LAMBADA" not in none
+    better = downstream_study.say_verdict([made("piqa", "accuracy", 0.01, 0.03, 0.01), *found[:1]])
+    assert "joint training raises the accuracy on PIQA (+2.0 points [+1.0, +3.0], p = 0.010); lowers the gold" in better and "which are established" in better and "Of the other" not in better
+    assert "a single seed tests nothing" in downstream_study.say_verdict(downstream_study.effects(study(seeds=(0,))))
+
+
+def test_the_cost_among_the_first_lines_names_what_is_established_of_tasks(outputs):
+    """Not only that the gate is passed: the first sentence, which is all that README's summary takes, has it too."""
+    finished()
+    result, claim = results.load("smoke", "02_horizons"), {"verdict": "replicated"}
+    found = downstream_study.effects(study(nats=-0.5))
+    told = headline.say_cost(result, claim, None, {"effects": [*found, {"name": "another", "mean": 1.0}]})
+    assert told[-1] == downstream_study.say_verdict(found) and "of zero-shot tasks, joint training lowers the gold answer's log-likelihood on HellaSwag; " in told[0]
+    quiet = headline.say_cost(result, claim, None, {"effects": [e | {"p_holm": 1.0} for e in found]})
+    assert "zero-shot" not in quiet[0] and "no change by joint training is established" in quiet[-1]
+    assert len(headline.say_cost(result, claim, None)) == len(told) - 1
+
+
 def test_answers_are_paired_within_a_seed():
     table = downstream_study.within_seeds(study(better=0.2))
     assert len(table) == 21 and (table["only joint"] > table["only baseline"]).all() and (table["p (Holm)"] >= table.p).all()
@@ -123,6 +151,26 @@ def test_the_figure_has_a_panel_per_task_and_a_line_of_chance():
     assert all(np.ptp(ax.get_ylim()) >= plots_downstream.LEAST for ax in plots_downstream.levels(downstream_study.scores([row(arm, 0, better=-1.0) for arm in ("baseline", "joint")])).axes if ax.get_visible())
     for ax, task in zip(shown, downstream_study.TITLES):
         assert any(list(line.get_ydata()) == [100 * downstream("baseline", 0)["tasks"][task]["chance"]] * 2 for line in ax.lines)
+
+
+def test_where_nothing_is_right_the_marks_lie_above_the_axis_and_it_is_written():
+    """LAMBADA of small models: a mark on the axis itself is half hidden, and a scale of two points says nothing of 0."""
+    arms = study()
+    for found in arms:
+        found["downstream"]["tasks"]["lambada_openai"]["accuracy"] = 0.0
+    panels = {ax.get_title(loc="left"): ax for ax in plots_downstream.levels(downstream_study.scores(arms)).axes if ax.get_visible()}
+    low, high = panels["LAMBADA"].get_ylim()
+    assert low < -0.05 * high and [text.get_text() for text in panels["LAMBADA"].texts] == ["none of 200 right,\nby any of 6 models"] and not panels["PIQA"].texts
+
+
+def test_a_narrow_interval_beside_wide_ones_is_seen_on_a_scale_of_its_own():
+    effects = [e | {"ci95": [-5.0, 6.0], "per_seed": [-5.0, 0.5, 6.0]} if e["task"] == "piqa" else e for e in downstream_study.effects(study(nats=-0.5)) if e["measure"] == "gold"]
+    figure = plots_downstream.differences(downstream_study.forest(effects, ["gold"]), label="joint − baseline (nats per answer)")
+    shown = [ax for ax in figure.axes if ax.get_visible()]
+    assert [ax.get_title(loc="left") for ax in shown] == [downstream_study.TITLES[e["task"]] for e in effects] and cut_off(figure) == [] and "nats" in figure.get_supxlabel()
+    for ax, e in zip(shown, effects):
+        reach = max(0.0, *e["ci95"], *e["per_seed"]) - min(0.0, *e["ci95"], *e["per_seed"])
+        assert reach <= np.ptp(ax.get_xlim()) < 1.6 * reach
 
 
 # --- in the store ---------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from fake_measurements import finished, measurement, study
 
-from predmoe import experiments, findings, headline, paths, results, stats
+from predmoe import experiments, findings, headline, measurements, paths, refit, results, stats
 
 
 # --- experiments: tables and sentences -------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_what_is_zero_lies_on_neither_side_and_has_no_multiple(ours, theirs):
         assert "on neither side" in told and "other side" not in told and "times" not in told and "-0.0" not in told
 
 
-HEADS = ["Does it ", "How much", "What is ", "At what ", "How sure", "Is there", "What fai"]
+HEADS = ["Does it ", "How much", "What is ", "At what ", "How sure", "Is there", "Can a tr", "What fai"]
 
 
 def test_answers_without_results_say_so_and_with_them_give_every_answer(outputs):
@@ -285,8 +285,13 @@ def test_a_claim_whose_notebook_has_not_run_says_so_in_the_table(outputs):
 def test_the_glossary_gives_the_limits_that_hold():
     text = results.glossary()
     assert f"at most {stats.MAX_LOSS_INCREASE:.1%} above" in text and f"at least {stats.MIN_LOAD_ENTROPY_RATIO:g} of" in text and f"at most {stats.SIGNIFICANCE:g}." in text
-    for word in ("Mixture of experts", "hit@k", "point", "arm", "Backbone", "Seed", "Paired", "Established", "Holm's", "Quality gate", "placebo"):
+    for word in ("Mixture of experts", "hit@k", "point", "arm", "Backbone", "Seed", "Paired", "Established", "Holm's", "Quality gate", "placebo", "Ranking MLP", "Fine-tune", "LoRA", "adapters", "Drift"):
         assert f"**{word}" in text or f"*{word}*" in text, word
+
+
+def test_the_glossary_explains_every_loss_of_the_ranking_mlp():
+    (line,) = (line for line in results.glossary().splitlines() if line.startswith("- **Ranking MLP**"))
+    assert all(f"(`{name}`" in line for name in measurements.RANKING_LOSSES) and set(measurements.RANKING_LOSSES) == set(refit.LOSSES)
 
 
 def test_the_reference_study_is_named_and_linked_where_it_is_first_spoken_of():
@@ -320,3 +325,13 @@ def test_a_claim_of_parts_is_not_counted_among_those_of_another_size():
     told = headline.say_failed([size, size, size | {"parts": [{"verdict": stats.PARTLY, "why": size["why"]}]}])
     assert told[-1] == "Of the 3 that are replicated in part, 2 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which did."
     assert headline.say_failed([size])[-1] == "Of the 1 that are replicated in part, 1 hold in direction and differ more than twofold in size."
+
+
+def test_every_claim_that_is_replicated_in_part_is_accounted_for():
+    size = {"verdict": stats.PARTLY, "why": f"every interval excludes zero; {stats.OTHER_SIZE}: h = 1", "statement": "It helps."}
+    wide = {"verdict": stats.PARTLY, "why": "an interval reaches beyond 2 points, but none that does excludes zero", "statement": "It harms nobody."}
+    parts = {"verdict": stats.PARTLY, "why": "", "statement": "Both.", "parts": [{"verdict": stats.PARTLY, "why": ""}], "effects": []}
+    said = headline.say_failed([size, wide, parts])[-1]
+    assert said == ("Of the 3 that are replicated in part, 1 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which did; "
+                    "“It harms nobody”: an interval reaches beyond 2 points, but none that does excludes zero.")  # fmt: skip
+    assert headline.say_failed([wide])[-1].startswith("Of the 1 that are replicated in part, “It harms nobody”") and "in part" not in headline.say_failed([])[-1]

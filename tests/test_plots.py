@@ -117,6 +117,8 @@ def test_arms_differ_by_marker_line_and_lightness():
 def test_an_arm_looks_the_same_with_and_without_the_baseline():
     both = plots._looks(pd.DataFrame({"arm": ["baseline", "joint"]}))
     assert plots._looks(pd.DataFrame({"arm": ["joint"]}))["joint"] == both["joint"]
+    behind = plots._looks(pd.DataFrame({"arm": ["stock", "baseline", "joint"]}))   # as in 10, where the model that all start from comes first
+    assert behind["baseline"] == both["baseline"] and list(behind) == ["stock", "baseline", "joint"] and len({look["color"] for look in behind.values()}) == 3
 
 
 def test_forest_shows_means_intervals_and_reference_in_points():
