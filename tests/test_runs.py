@@ -60,6 +60,20 @@ def test_nothing_is_done_the_second_time(pair, measured, no_children):
     assert {name: stamp for name, stamp in stamps(store).items() if name in before} == before
 
 
+def test_a_run_is_fitted_in_two_ways_by_one_child(pair, measured, tmp_path, monkeypatch):
+    """Each fit has a file and heads of its own; only the ranking MLP's loss differs, so the linear predictor is the same."""
+    store, begun, start = tmp_path / "store", [], runs._start
+    shutil.copytree(measured[0] / pair[0].hash, store / pair[0].hash, ignore=shutil.ignore_patterns("posthoc-*"))
+    monkeypatch.setattr(runs, "_start", lambda *args, **kwargs: begun.append(args) or start(*args, **kwargs))
+    fits = [POSTHOC, replace(POSTHOC, ranking_loss="margin_all")]
+    runs.measure_missing([(pair[0], fits)], store=store, parallel=1, report=lambda line: None)
+    run = open_run(pair[0], store)
+    first, second = (run.measurement(how) for how in fits)
+    assert len(begun) == 1 and all(run.has_heads(how) for how in fits)
+    assert first["hit"] == measured[1][0]["hit"] and first["hit"]["linear"] == second["hit"]["linear"] and first["hit"]["ranking"] != second["hit"]["ranking"]
+    assert (first["posthoc_config"]["ranking_loss"], second["posthoc_config"]["ranking_loss"]) == ("margin", "margin_all")
+
+
 def test_a_fresh_clone_needs_no_checkpoint_to_read_measurements(pair, measured, no_children, tmp_path):
     store = clone(measured[0], tmp_path / "clone")
     assert get_or_measure(pair, POSTHOC, profile="none", store=store) == measured[1]
