@@ -7,6 +7,7 @@ An arm is a name and the changes to the tier's objective that make it; `baseline
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -274,9 +275,18 @@ def reference_doses(arms: Sequence[Mapping]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+COLUMNS = {   # of tables whose CSV has the names of results.json
+    "val_loss": "validation loss (nats/token)", "router_entropy": "router entropy (nats)", "router_entropy_fraction": "router entropy (share of the largest)", "top_k_mass": "top-k mass",
+    "load_entropy": "load entropy (share of the largest)", "largest_load": "largest load (share)", "dead_experts": "dead experts", "hidden_cosine": "hidden-state cosine",
+    "exact_set": "exact set", "loss_change": "change in validation loss",
+}  # fmt: skip
+
+
 def show(table: pd.DataFrame, digits: int = 3) -> HTML:
-    """A table for reading in a notebook: no index, no cut text, numbers to `digits` places, the lines of a cell one below another. Its attribute "class" is the HTML's."""
-    safe = table.map(lambda cell: html.escape(cell, quote=False).replace("\n", "<br>") if isinstance(cell, str) else cell).rename(columns=lambda name: html.escape(str(name), quote=False))
+    """A table for reading in a notebook: no index, no cut text, numbers to `digits` places, the lines of a cell one below another, columns and predictors by their names in words.
+    Its attribute "class" is the HTML's."""
+    named = table.assign(predictor=table.predictor.replace(PREDICTORS)) if "predictor" in table else table
+    safe = named.rename(columns=COLUMNS).map(lambda cell: html.escape(cell, quote=False).replace("\n", "<br>") if isinstance(cell, str) else cell).rename(columns=lambda name: html.escape(str(name), quote=False))
     with pd.option_context("display.max_colwidth", None):
         return HTML(safe.to_html(index=False, border=0, escape=False, classes=table.attrs.get("class"), float_format=f"{{:.{digits}f}}".format, na_rep="–"))
 
@@ -286,9 +296,15 @@ def effect_table(effects: Iterable[Mapping]) -> pd.DataFrame:
     rows = []
     for e in effects:
         mean, interval = results.effect_parts(e, "points")
-        rows.append({"effect": e["name"], "mean (points)": mean, "95% interval": interval or "none (single seed)", "per seed": ", ".join(results.amount(x, e, "points") for x in e["per_seed"]),
+        rows.append({"effect": _worded(e), "mean (points)": mean, "95% interval": interval or "none (single seed)", "per seed": ", ".join(results.amount(x, e, "points") for x in e["per_seed"]),
                      "n": e["n"], "p (Holm)": e.get("p_holm"), "family": e["family"]})  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _worded(effect: Mapping) -> str:
+    """An effect's name with its predictor's in words."""
+    name, predictor = effect["name"], effect.get("predictor")
+    return re.sub(r"h=(\d)", r"h = \1", name.replace(f", {predictor},", f", {PREDICTORS[predictor]},") if predictor in PREDICTORS else name)
 
 
 # --- choosing an objective ---------------------------------------------------------------------------------------------

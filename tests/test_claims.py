@@ -291,6 +291,15 @@ def test_the_table_has_a_line_per_effect_and_a_row_per_part():
     assert "&lt;b&gt;" in experiments.show(pd.DataFrame({"a": ["<b>"]})).data
 
 
+def test_a_table_for_reading_has_words_and_its_file_the_names_of_the_results():
+    arms = study()
+    shown = experiments.show(experiments.diagnostics(arms)).data + experiments.show(experiments.hits(arms)).data
+    raw = [name for name in (*experiments.diagnostics(arms), *experiments.hits(arms), "next_router", "token_id") if "_" in name]
+    assert len(raw) > 8 and not [name for name in raw if name in shown] and "next layer&#x27;s router" not in shown and "next layer's router" in shown
+    effects = experiments.hit_effects(arms, "joint", "baseline", predictors=["next_router"])
+    assert experiments.effect_table(effects).effect[0] == "joint - baseline, next layer's router, h = 1"
+
+
 # --- an effect as it is printed -------------------------------------------------------------------------------------------------
 
 def printed(mean, half, unit):
