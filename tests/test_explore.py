@@ -322,6 +322,22 @@ def test_a_table_of_another_version_is_a_sentence(table, tmp_path):
     assert explorer_grid.load(path) == table[1] and [p.name for p in tmp_path.iterdir()] == ["explorer.json"]
 
 
+@pytest.mark.parametrize("change", [{"packed": "cut"}, {"packed": "none"}, {"packed": 3}, {"arrays": [["floats", "f4", 0, 10**9]]}, {"arrays": []}, {"arrays": [["floats", "f4"]]}, {"rows": []}, {"about": None}], ids=str)
+def test_a_table_of_which_a_part_is_missing_is_a_sentence(table, tmp_path, change):
+    """A page would say it in its script's words."""
+    whole = table[1]["packed"]
+    change = change | ({"packed": base64.b64encode(base64.b64decode(whole)[:-40]).decode()} if change.get("packed") == "cut" else {})
+    explorer_grid.save({key: value for key, value in (table[1] | change).items() if value != "none"}, tmp_path / "explorer.json")
+    with pytest.raises(results.ResultError, match="is damaged"):
+        explorer_grid.load(tmp_path / "explorer.json")
+
+
+def test_a_folder_in_the_place_of_a_table_is_a_sentence(tmp_path):
+    (tmp_path / "explorer.json").mkdir()
+    with pytest.raises(results.ResultError, match="cannot be read"):
+        explorer_grid.load(tmp_path / "explorer.json")
+
+
 # --- in a notebook and in the report ------------------------------------------------------------------------------------------------
 
 @pytest.fixture
