@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import errno
 import hashlib
 import io
 import json
@@ -204,12 +205,22 @@ def test_a_file_of_ones_own_is_replayed(widget, tmp_path):
 @pytest.mark.parametrize("name, content, words", [
     ("damaged.trace.safetensors", b"\x08\0\0\0\0\0\0\0{broken}", "damaged.trace.safetensors: not a trace file"), ("empty.csv", b"", "empty.csv: the file is empty"),
     ("notes.txt", b"hello\n", "format is not recognised; it must be a trace of predmoe (.safetensors), a route_trace CSV"), ("short.csv", b"# route_trace v1\n# n_expert=4 n_expert_used=2 n_layer=1\n", "the trace is empty"),
+    ("é" * 255 + ".csv", b"", "é.csv: the file is empty"), ("a\0b\ud800.csv", b"", ".csv: the file is empty"), ("..", b"x", "format is not recognised"), ("x." + "y" * 250, b"", "the file is empty"),
     ("../../etc/bad.jsonl", b'{"tok": 0, "layers": [[1, 1]]}\n', "bad.jsonl"),
 ])  # fmt: skip
 def test_a_file_that_is_no_trace_is_a_sentence_with_its_name_only(widget, name, content, words):
     before = widget.settings
     chosen(widget, name, content)
     assert words in widget.view["problem"] and "/tmp" not in widget.view["problem"] and "--format" not in widget.view["problem"] and widget.settings == before
+
+
+def test_a_file_for_which_there_is_no_space_is_a_sentence(widget, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(explorer_widget.Path, "write_bytes", full)
+    chosen(widget, "mine.csv", b"x")
+    assert widget.view["problem"].startswith("mine.csv: the kernel cannot keep a copy to read (No space left on device): free some space in ")
 
 
 def test_the_same_unsound_file_twice_is_answered_twice(widget):
