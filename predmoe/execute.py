@@ -209,12 +209,24 @@ def own_kernel() -> Iterator[None]:
             os.environ.pop("JUPYTER_PATH") if before is None else os.environ.update(JUPYTER_PATH=before)
 
 
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, nbformat.ValidationError)   # nbformat's, of a file that is no notebook: JSON of another shape raises almost anything
+
+
+def damage(notebook: Path) -> str | None:
+    """What is wrong with an executed copy, in a sentence."""
+    try:
+        nbformat.validate(nbformat.read(notebook, as_version=4))
+    except UNREADABLE:
+        return "its executed copy is damaged: run it again."
+    return None
+
+
 def _read(notebook: Path) -> nbformat.NotebookNode:
     try:
         return nbformat.read(notebook, as_version=4)
     except FileNotFoundError:
         raise ConfigError(f"there is no notebook {notebook}") from None
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError, AttributeError) as error:   # the last of JSON that is no object
+    except UNREADABLE as error:
         raise ConfigError(f"{notebook} is not a notebook: {str(error).splitlines()[0][:120]}") from None
 
 
@@ -346,6 +358,8 @@ def _changed(job: Job, inputs: Mapping[str, str]) -> list[str]:
         before = record["inputs"] | {} if record["seconds"] >= 0 else {}
     except (ValueError, LookupError, TypeError):
         return ["executed.json is damaged"]
+    if damage(job.out):
+        return ["its executed copy is damaged"]
     stale = [f"{name} changed" for name, digest in inputs.items() if before.get(name) != digest]
     # The same notebook run by papermill with other parameters writes the same folder.
     return stale + (["results.json is of another execution"] if record.get("results") != job.written() else [])

@@ -170,7 +170,22 @@ def load(path: Path) -> dict:
         raise results.ResultError(f"{path.name} of {path.parent.name} is not there: run the notebook again") from None
     except ValueError:
         raise results.ResultError(f"{path.name} of {path.parent.name} is damaged: run the notebook again") from None
+    except OSError as error:   # a folder of that name, or one that may not be read
+        raise results.ResultError(f"{path.name} of {path.parent.name} cannot be read ({error.strerror}): remove it and run the notebook again") from None
     version = table.get("version") if isinstance(table, dict) else None
     if version != VERSION:
         raise results.ResultError(f"{path.name} of {path.parent.name} has version {version}, this code reads {VERSION}: run the notebook again")
+    if not _whole(table):
+        raise results.ResultError(f"{path.name} of {path.parent.name} is damaged (a part is missing or cut): run the notebook again")
     return table
+
+
+def _whole(table: Mapping) -> bool:
+    """Whether a table has all its parts, and the bytes that its arrays say."""
+    parts = {"controls": list, "settings": dict, "fixed": dict, "columns": list, "words": list, "rows": dict, "map": dict, "points": dict, "about": dict}
+    try:
+        size = len(zlib.decompress(base64.b64decode(table["packed"], validate=True)))
+        held = max(start + count * np.dtype(kind).itemsize for _, kind, start, count in table["arrays"])
+    except (KeyError, TypeError, ValueError, zlib.error):
+        return False
+    return held == size and all(isinstance(table.get(name), kind) for name, kind in parts.items())

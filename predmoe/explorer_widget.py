@@ -127,16 +127,18 @@ def read_file(name: str, content: bytes) -> Held:
     Where the format does not say how large an expert is, it counts as the large machine's (EXPERT_BYTES), and `about` says so.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / name
-        path.write_bytes(content)
+        path = Path(folder) / f"trace{Path(name).suffix[:16]}"   # the name is another machine's: too long for this one, perhaps, or with characters that no file has here
         try:
+            path.write_bytes(content)
             if name.endswith(".safetensors"):
                 trace, more = traces.load(path), ""
                 trace = dataclasses.replace(trace, **_in_memory(trace))   # its file goes with the folder
             else:
                 trace, more = _public(path)
         except TraceError as error:
-            raise TraceError(str(error).replace(f"{folder}{os.sep}", "").replace(traces.readers.NAME_IT, "it must be a trace of predmoe (.safetensors), a route_trace CSV, token JSONL, per-prompt JSON, npz, or ROUTE_TRACE lines")) from None
+            raise TraceError(str(error).replace(str(path), name).replace(traces.readers.NAME_IT, "it must be a trace of predmoe (.safetensors), a route_trace CSV, token JSONL, per-prompt JSON, npz, or ROUTE_TRACE lines")) from None
+        except OSError as error:
+            raise TraceError(f"{name}: the kernel cannot keep a copy to read ({error.strerror}): free some space in {tempfile.gettempdir()}") from None
     return Held(trace, describe(trace) + more)
 
 

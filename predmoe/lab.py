@@ -1,5 +1,6 @@
 """JupyterLab on the notebooks, for `predmoe explore`: started, and ended with its kernels. As an extension of the server (`--ServerApp.jpserver_extensions=predmoe.lab=True`,
-which `make lab` gives as well) it keeps outputs out of the files in notebooks/: JupyterLab saves by itself every two minutes, and the sources carry none.
+which `make lab` gives as well) it keeps outputs out of the files in notebooks/: JupyterLab saves by itself every two minutes, and the sources carry none;
+and it keeps JupyterLab from asking whether one would like its news, which covers a corner of the page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from . import execute, paths
 from .config import ConfigError
 
+NEWS = "@jupyterlab/apputils-extension:announcements"   # asks about Jupyter's news, whatever LabApp.news_url is, and looks for a newer JupyterLab
 PATIENCE_SECONDS = 8.0   # of a server that ends its kernels; less than until a signal is raised again (cli.AGAIN_SECONDS). Kernels end by themselves when their server is gone
 
 
@@ -26,7 +28,7 @@ def explore(port: int, browser: bool) -> int:
         raise ConfigError(f"--port {port} must lie in 1..65535")
     print("When the page is open: menu Run, Run All Cells; the explorer is there after a minute or so. Ctrl-C here ends it.", flush=True)
     command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={paths.ROOT}", f"--port={port}", "--LabApp.default_url=/doc/tree/notebooks/explore.ipynb",
-               "--ServerApp.jpserver_extensions=predmoe.lab=True", "--LabApp.news_url=None"]  # fmt: skip
+               "--ServerApp.jpserver_extensions=predmoe.lab=True"]  # fmt: skip
     if os.name == "posix" and os.geteuid() == 0:   # a container's only user
         command.append("--allow-root")
     with execute.own_kernel():
@@ -59,6 +61,14 @@ def _jupyter_server_extension_points() -> list[dict]:
 def _load_jupyter_server_extension(server) -> None:
     contents = server.contents_manager
     contents.register_pre_save_hook(lambda model, path, **_: without_outputs(model, Path(contents.root_dir) / path))
+    settings = server.web_app.settings
+    before = settings.get("page_config_hook") or (lambda handler, page: page)
+    settings["page_config_hook"] = lambda handler, page: without_news(before(handler, page))
+
+
+def without_news(page: dict) -> dict:
+    """What a page of JupyterLab is configured with, without the plugin that asks about news."""
+    return page | {"disabledExtensions": sorted({*page.get("disabledExtensions", ()), NEWS})}
 
 
 def without_outputs(model: dict, path: Path) -> None:

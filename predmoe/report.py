@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jinja2
 import nbformat
@@ -26,7 +27,7 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from pygments.formatters import HtmlFormatter
 from traitlets.config import Config
 
-from . import claim_words, explorer_grid, paths, results
+from . import claim_words, execute, explorer_grid, paths, results
 from .files import parse_json
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -43,9 +44,11 @@ def write(profile: str, failures: Mapping[str, str] = {}) -> Path:
     """
     folder = paths.outputs(profile)
     executed = {path.stem: path for path in sorted(folder.glob("*/*.ipynb")) if path.stem == path.parent.name and re.match(rf"\d\d_|{EXPLORE}$", path.stem)}
-    damaged = {name: sentence for name, path in executed.items() if (sentence := _damage(path))}
+    damaged = {name: sentence for name, path in executed.items() if (sentence := execute.damage(path))}
     executed = {name: path for name, path in executed.items() if name not in damaged}
     failures = {**damaged, **failures}
+    for name, sentence in damaged.items():
+        print(f"predmoe: {name}: {sentence}", file=sys.stderr)
     jinja = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined)
     shared = {"profile": profile, "style": _style()}
 
@@ -70,12 +73,12 @@ def _index(profile: str, executed: Mapping[str, Path], failures: Mapping[str, st
     names = sorted({path.stem for path in sources} | executed.keys())
     experiments = [{"name": name, "title": _title(name, executed), "state": _state(name, executed, failures)} for name in names]
     claims, no_claims = _load(lambda: results.load_claims(profile), [])
-    there = (paths.outputs(profile) / "00_report" / "results.json").exists()
+    there = "00_report" in executed or (paths.outputs(profile) / "00_report" / "results.json").exists()
     told, no_results = _load(lambda: results.load(profile, "00_report"), {}) if there else ({}, "")
-    problem = " ".join(filter(None, (no_claims, no_results)))
-    if failures and claims:
-        problem = f"Not everything ran: {', '.join(failures)}. What stands below is of the last complete report."
-    return {"claims": claim_words.rows(claims), "problem": problem, "answers": [_sentence(text) for text in told.get("findings", [])], "figure": _summary(profile, told),
+    figure, no_figure = _summary(profile, told)
+    incomplete = f"Not everything ran: {', '.join(failures)}. What stands below is of the last complete report." if failures and claims else ""
+    problem = " ".join(filter(None, (incomplete, no_claims, no_results, no_figure)))
+    return {"claims": claim_words.rows(claims), "problem": problem, "answers": [_sentence(text) for text in told.get("findings", [])], "figure": figure,
             "study": results.reference(), "glossary": _sentence(results.glossary()),
             "experiments": experiments, "pages": set(executed), "ran": len(executed), "marks": MARKS,
             "tally": [(verdict, number) for verdict in MARKS if (number := sum(claim["verdict"] == verdict for claim in claims))], "explore": EXPLORE in executed}  # fmt: skip
@@ -108,18 +111,9 @@ def _state(name: str, executed: Mapping[str, Path], failures: Mapping[str, str])
         return "not run"
     record = executed[name].with_name("executed.json")
     try:
-        return f"executed in {json.loads(record.read_text())['seconds']:.0f} s" if record.exists() else "executed"
-    except (ValueError, LookupError, TypeError):
+        return f"executed in {parse_json(record.read_text(), finite=True)['seconds']:.0f} s" if record.exists() else "executed"
+    except (OSError, ValueError, LookupError, TypeError):
         return "executed (its executed.json is damaged: run it again)"
-
-
-def _damage(notebook: Path) -> str | None:
-    """What is wrong with an executed copy, in a sentence."""
-    try:
-        nbformat.validate(nbformat.read(notebook, as_version=4))
-    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError, AttributeError, TypeError, KeyError):   # the last three of JSON that is another thing
-        return "its executed copy is damaged: run it again with --force."
-    return None
 
 
 def _json(path: Path) -> dict:
@@ -135,18 +129,34 @@ def _alternatives(folder: Path) -> dict[str, dict]:
     """The figures of an experiment by name, as its results.json lists them; of another schema: none."""
     figures = _json(folder / "results.json").get("figures")
     listed = figures if isinstance(figures, list) else []
-    return {figure["name"]: figure for figure in listed if isinstance(figure, dict) and {"name", "alt", "svg"} <= figure.keys()}
+    return {figure["name"]: figure for figure in listed if isinstance(figure, dict) and all(isinstance(figure.get(key), str) for key in ("name", "alt", "svg"))}
 
 
-def _summary(profile: str, told: Mapping) -> dict | None:
-    """The summary figure of 00_report, inline, with its alternative text in `told`, its results.json."""
-    folder = paths.outputs(profile) / "00_report"
-    for name, kind in (("summary.svg", "image/svg+xml"), ("summary.png", "image/png")):
-        if (source := folder / "figures" / name).exists():
-            described = {figure["name"]: figure["alt"] for figure in told.get("figures", [])}
-            alt = described.get("summary", "Summary of all experiments; the table of claims below has the numbers.")
-            return {"source": f"data:{kind};base64,{base64.b64encode(source.read_bytes()).decode()}", "alt": alt}
-    return None
+def _summary(profile: str, told: Mapping) -> tuple[dict | None, str]:
+    """The summary figure of 00_report, inline, with its alternative text in `told`, its results.json; None and a sentence where it should be there and is not."""
+    folder = paths.outputs(profile) / "00_report" / "figures"
+    described = {figure["name"]: figure["alt"] for figure in told.get("figures", [])}
+    if source := _inline(folder / "summary.svg") or _inline(folder / "summary.png"):
+        return {"source": source, "alt": described.get("summary", "Summary of all experiments; the table of claims below has the numbers.")}, ""
+    lost = "summary" in described or any((folder / f"summary.{kind}").exists() for kind in ("svg", "png"))
+    return None, "The summary figure of 00_report is missing or damaged: run the notebook again." if lost else ""
+
+
+def _inline(figure: Path) -> str:
+    """The data: address of an SVG or PNG; "" where there is none, or, with a line in the terminal, where it is no whole picture, which a browser would show as a broken one."""
+    try:
+        content = figure.read_bytes()
+        if figure.suffix == ".svg":
+            if not ElementTree.fromstring(content).tag.endswith("}svg"):
+                raise ValueError("no SVG")
+        elif not (content.startswith(b"\x89PNG\r\n\x1a\n") and content[-8:-4] == b"IEND"):
+            raise ValueError("no whole PNG")
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, ElementTree.ParseError):
+        print(f"predmoe: {figure.name} of {figure.parents[1].name} is damaged and left out: run the notebook again", file=sys.stderr)
+        return ""
+    return f"data:image/{'svg+xml' if figure.suffix == '.svg' else 'png'};base64,{base64.b64encode(content).decode()}"
 
 
 def _style() -> str:
@@ -178,7 +188,7 @@ def _place_explorers(notebook: nbformat.NotebookNode, folder: Path) -> None:
         told = output["metadata"].get("image/png", {})
         picture = f'<img src="data:image/png;base64,{output["data"].get("image/png", "")}" alt="{html.escape(told.get("alt", ""))}" width="{told.get("width", 800)}">'
         try:
-            table = explorer_grid.load(folder / Path(output["data"][explorer_grid.MIME]["file"]).name)
+            table = explorer_grid.load(folder / explorer_grid.FILE)
         except results.ResultError as error:
             placed = f'<p class="problem" role="note">{html.escape(str(error))}</p>{picture}'
         else:
@@ -193,9 +203,8 @@ def _sharpen(notebook: nbformat.NotebookNode, folder: Path) -> None:
     for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
         told = output.get("metadata", {}).get("image/png", {})
         vector = known.get(told.get("alt"))
-        if "image/png" in output.get("data", {}) and vector and vector.exists():
-            data = base64.b64encode(vector.read_bytes()).decode()
-            output["data"] = {"text/html": f'<img class="figure" src="data:image/svg+xml;base64,{data}" alt="{html.escape(told["alt"])}" width="{told.get("width", 800)}">'}
+        if "image/png" in output.get("data", {}) and vector and (source := _inline(vector)):
+            output["data"] = {"text/html": f'<img class="figure" src="{source}" alt="{html.escape(told["alt"])}" width="{told.get("width", 800)}">'}
 
 
 def _explorer_parts() -> dict[str, str]:

@@ -265,6 +265,8 @@ def _read_json(path: Path, kind: str):
         value = parse_json(path.read_text(), finite=True)
     except ValueError as error:   # JSON's and UTF-8's own errors are ValueErrors
         raise ResultError(f"{path.name} of {path.parent.name} is damaged ({error}): {again}") from None
+    except OSError as error:   # a folder of that name, or one that may not be read
+        raise ResultError(f"{path.name} of {path.parent.name} cannot be read ({error.strerror}): remove it and {again}") from None
     if not isinstance(value, list if kind == "claims" else dict):
         raise ResultError(f"{path.name} of {path.parent.name} is damaged (it holds a {type(value).__name__}): {again}")
     if kind == "results" and value.get("schema_version") != SCHEMA_VERSION:

@@ -92,6 +92,11 @@ def equals_replay(page):
         assert shown[row]["stallMs"] == outcome.stall_ms / outcome.tokens and shown[row]["wastedMb"] == outcome.ledger.wasted_bytes / outcome.tokens / 1e6
 
 
+def test_nothing_covers_a_corner_of_the_page(lab):
+    """JupyterLab would ask about its news at the first start, which this one is; by now it would have."""
+    assert lab.locator(".Toastify__toast, .jp-Dialog").all_inner_texts() == []
+
+
 def test_the_first_view_is_the_simulators(lab):
     assert browser.settings(lab)["trace"] == "ours, given text"
     equals_replay(lab)

@@ -259,6 +259,13 @@ def test_a_notebook_that_takes_long_says_what_it_printed_last(house, monkeypatch
     assert printed == "baseline, seed 0: step 25/1000, loss 5.5\n"   # heard, and not taken away
 
 
+@pytest.mark.parametrize("content", ["", "{", '{"cells": [], "nbformat": 5}'])
+def test_an_executed_copy_that_is_damaged_is_made_again(three, content):
+    three.run()
+    (three.outputs / "smoke" / "02_horizons" / "02_horizons.ipynb").write_text(content)
+    assert three.run(only=["02"])[0] == ["02_horizons"] and three.lines == ["[1/1] 02_horizons: running (its executed copy is damaged)", three.lines[-1]]
+
+
 def test_results_that_another_execution_wrote_are_made_again(three):
     three.run()
     (three.outputs / "smoke" / "02_horizons" / "results.json").write_text(json.dumps({"steps": 9}))   # as papermill with other parameters does

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import errno
 import hashlib
 import io
 import json
@@ -204,12 +205,22 @@ def test_a_file_of_ones_own_is_replayed(widget, tmp_path):
 @pytest.mark.parametrize("name, content, words", [
     ("damaged.trace.safetensors", b"\x08\0\0\0\0\0\0\0{broken}", "damaged.trace.safetensors: not a trace file"), ("empty.csv", b"", "empty.csv: the file is empty"),
     ("notes.txt", b"hello\n", "format is not recognised; it must be a trace of predmoe (.safetensors), a route_trace CSV"), ("short.csv", b"# route_trace v1\n# n_expert=4 n_expert_used=2 n_layer=1\n", "the trace is empty"),
+    ("é" * 255 + ".csv", b"", "é.csv: the file is empty"), ("a\0b\ud800.csv", b"", ".csv: the file is empty"), ("..", b"x", "format is not recognised"), ("x." + "y" * 250, b"", "the file is empty"),
     ("../../etc/bad.jsonl", b'{"tok": 0, "layers": [[1, 1]]}\n', "bad.jsonl"),
 ])  # fmt: skip
 def test_a_file_that_is_no_trace_is_a_sentence_with_its_name_only(widget, name, content, words):
     before = widget.settings
     chosen(widget, name, content)
     assert words in widget.view["problem"] and "/tmp" not in widget.view["problem"] and "--format" not in widget.view["problem"] and widget.settings == before
+
+
+def test_a_file_for_which_there_is_no_space_is_a_sentence(widget, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(explorer_widget.Path, "write_bytes", full)
+    chosen(widget, "mine.csv", b"x")
+    assert widget.view["problem"].startswith("mine.csv: the kernel cannot keep a copy to read (No space left on device): free some space in ")
 
 
 def test_the_same_unsound_file_twice_is_answered_twice(widget):
@@ -320,6 +331,22 @@ def test_a_table_of_another_version_is_a_sentence(table, tmp_path):
             explorer_grid.load(path)
     explorer_grid.save(table[1], path)
     assert explorer_grid.load(path) == table[1] and [p.name for p in tmp_path.iterdir()] == ["explorer.json"]
+
+
+@pytest.mark.parametrize("change", [{"packed": "cut"}, {"packed": "none"}, {"packed": 3}, {"arrays": [["floats", "f4", 0, 10**9]]}, {"arrays": []}, {"arrays": [["floats", "f4"]]}, {"rows": []}, {"about": None}], ids=str)
+def test_a_table_of_which_a_part_is_missing_is_a_sentence(table, tmp_path, change):
+    """A page would say it in its script's words."""
+    whole = table[1]["packed"]
+    change = change | ({"packed": base64.b64encode(base64.b64decode(whole)[:-40]).decode()} if change.get("packed") == "cut" else {})
+    explorer_grid.save({key: value for key, value in (table[1] | change).items() if value != "none"}, tmp_path / "explorer.json")
+    with pytest.raises(results.ResultError, match="is damaged"):
+        explorer_grid.load(tmp_path / "explorer.json")
+
+
+def test_a_folder_in_the_place_of_a_table_is_a_sentence(tmp_path):
+    (tmp_path / "explorer.json").mkdir()
+    with pytest.raises(results.ResultError, match="cannot be read"):
+        explorer_grid.load(tmp_path / "explorer.json")
 
 
 # --- in a notebook and in the report ------------------------------------------------------------------------------------------------

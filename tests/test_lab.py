@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +35,30 @@ def test_any_other_notebook_is_saved_as_it_is(path):
 def test_what_is_no_whole_notebook_is_let_through():
     for model in ({"type": "file", "content": "x"}, {"type": "notebook", "content": None}, {"type": "notebook"}):
         lab.without_outputs(dict(model), paths.NOTEBOOKS / "explore.ipynb")
+
+
+def test_as_an_extension_it_cleans_what_is_saved_and_silences_the_news_beside_what_others_set():
+    hooks, before = [], lambda handler, page: page | {"theirs": handler}
+    server = types.SimpleNamespace(contents_manager=types.SimpleNamespace(root_dir=str(paths.ROOT), register_pre_save_hook=hooks.append), web_app=types.SimpleNamespace(settings={"page_config_hook": before}))
+    lab._load_jupyter_server_extension(server)
+    model = copy.deepcopy(RUN)
+    hooks[0](model=model, path="notebooks/explore.ipynb", contents_manager=None)
+    assert model["content"]["cells"][1]["outputs"] == []
+    page = server.web_app.settings["page_config_hook"]("h", {"disabledExtensions": ["a"], "mode": "x"})
+    assert page == {"disabledExtensions": [lab.NEWS, "a"], "mode": "x", "theirs": "h"}
+    server.web_app.settings.clear()
+    lab._load_jupyter_server_extension(server)
+    assert server.web_app.settings["page_config_hook"]("h", {}) == {"disabledExtensions": [lab.NEWS]}
+
+
+def test_the_plugin_that_asks_about_news_still_has_that_name():
+    core = Path(sys.prefix) / "share" / "jupyter" / "lab" / "static"
+    asking = [text for file in core.glob("*.js") if "notified about official Jupyter news" in (text := file.read_text(errors="replace"))]
+    assert asking and all(lab.NEWS in text for text in asking)
+
+
+def test_make_lab_gives_the_extension_too():
+    assert "--ServerApp.jpserver_extensions=predmoe.lab=True" in next(line for line in (paths.ROOT / "Makefile").read_text().splitlines() if "jupyter lab" in line)
 
 
 @pytest.mark.parametrize("deaf", [False, True])

@@ -9,7 +9,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from predmoe import paths, report, results
 
-PNG = base64.b64encode(bytes.fromhex("89504e470d0a1a0a0000000d4948445200000001000000010806000000")).decode()
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+SVG = "<svg xmlns='http://www.w3.org/2000/svg'/>"
 TEXT = r"""# Does it *work*?
 The loss is $L = \lambda_{\text{pred}} L_h$ for $h < 4$, and in full
 
@@ -195,14 +196,64 @@ def test_a_saved_figure_is_shown_as_its_svg(house):
     output.metadata["image/png"] = {"alt": "hit@k by layer", "width": 400}
     path = executed(house, "02_horizons", code("plot()", output))
     (path.parent / "figures").mkdir()
-    (path.parent / "figures" / "layers.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    (path.parent / "figures" / "layers.svg").write_text(SVG)
     (path.parent / "results.json").write_text(json.dumps({"figures": [{"name": "layers", "alt": "hit@k by layer", "svg": "figures/layers.svg"}]}))
     report.write("smoke")
     (image,) = page(house, "02_horizons").main.find_all("img")
     assert image["src"].startswith("data:image/svg+xml") and (image["alt"], image["width"]) == ("hit@k by layer", "400")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"figures": {"a": 1}}', '{"figures": [{"name": "x"}]}'])
+@pytest.mark.parametrize("kind, damage", [("svg", SVG[:20]), ("svg", ""), ("svg", "<html/>"), ("png", base64.b64decode(PNG)[:40])])
+def test_a_figure_that_is_cut_is_no_broken_picture(house, capsys, kind, damage):
+    """Its other half takes its place: the PNG of a summary, and what the executed copy holds of a figure; without one a sentence does."""
+    output = display(image_png=PNG)
+    output.metadata["image/png"] = {"alt": "effect by horizon"}
+    folder = executed(house, "00_report", code("plot()", output)).parent
+    told(folder, [])
+    (folder / "figures").mkdir()
+    file = folder / "figures" / f"summary.{kind}"
+    file.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
+    (house.outputs / "smoke" / "claims.json").write_text(json.dumps([claim("c", "replicated")]))
+    report.write("smoke")
+    assert not page(house).main.find("img") and page(house).select_one("[role=note]").text == "The summary figure of 00_report is missing or damaged: run the notebook again."
+    assert f"summary.{kind} of 00_report is damaged and left out" in capsys.readouterr().err
+    file.with_suffix(".png").write_bytes(base64.b64decode(PNG))
+    report.write("smoke")
+    for name in ("index", "00_report"):
+        assert page(house, name).main.img["src"] == f"data:image/png;base64,{PNG}" and not page(house, name).select("[role=note]")
+
+
+def test_an_executed_summary_without_its_results_says_so(house):
+    executed(house, "00_report")
+    (house.outputs / "smoke" / "claims.json").write_text(json.dumps([claim("c", "replicated")]))
+    report.write("smoke")
+    assert page(house).select_one("[role=note]").text.startswith("00_report has no results in profile smoke") and page(house).select("table.claims")
+
+
+def test_one_damage_does_not_hide_another(house):
+    folder = executed(house, "00_report").parent
+    (folder / "results.json").write_text("{")
+    executed(house, "02_horizons").write_text("")
+    (house.outputs / "smoke" / "claims.json").write_text(json.dumps([claim("c", "replicated")]))
+    report.write("smoke")
+    said = page(house).select_one("[role=note]").text
+    assert "Not everything ran: 02_horizons." in said and "Results.json of 00_report is damaged" in said
+
+
+@pytest.mark.parametrize("file", ["results.json", "executed.json", "../claims.json", "figures/summary.svg", "00_report.ipynb"])
+def test_a_folder_in_the_place_of_a_file_leaves_the_report_whole(house, file):
+    folder = executed(house, "00_report", new_markdown_cell("# All of it")).parent
+    told(folder, [])
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).mkdir(parents=True)
+    executed(house, "02_horizons", new_markdown_cell("# Two"))
+    report.write("smoke")
+    words = {"results.json": "Results.json of 00_report cannot be read (Is a directory)", "executed.json": "executed.json is damaged", "../claims.json": "Claims.json of smoke cannot be read",
+             "figures/summary.svg": "summary figure of 00_report is missing or damaged", "00_report.ipynb": "failed: its executed copy is damaged"}  # fmt: skip
+    assert words[file] in page(house).text and page(house, "02_horizons").h1.text.startswith("Two")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"figures": {"a": 1}}', '{"figures": [{"name": "x"}]}', '{"figures": [{"name": "x", "alt": ["y"], "svg": "z"}]}', '{"figures": [{"name": "x", "alt": "y", "svg": 3}]}', '{"seconds": NaN}'])
 @pytest.mark.parametrize("file", ["results.json", "executed.json"])
 def test_records_of_another_schema_leave_the_report_whole(house, file, content):
     path = executed(house, "00_report", new_markdown_cell("# All of it"))
@@ -213,13 +264,13 @@ def test_records_of_another_schema_leave_the_report_whole(house, file, content):
     assert page(house).select_one("figure img")["alt"] and "executed" in page(house).select("#experiments ~ div tbody tr")[0].text
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"cells": 1, "nbformat": 4}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"cells": 1, "nbformat": 4}', '{"cells": [], "nbformat": 5}', '{"cells": [], "nbformat": "4"}', "[" * 100_000])
 def test_an_executed_copy_that_is_damaged_is_a_sentence_in_a_whole_report(house, content):
     executed(house, "01_mechanism", new_markdown_cell("# First"))
     executed(house, "02_horizons").write_text(content)
     report.write("smoke")
     rows = {row.td.text: row.find_all("td")[2].text for row in page(house).select("#experiments ~ div tbody tr")}
-    assert rows == {"01_mechanism": "executed", "02_horizons": "failed: its executed copy is damaged: run it again with --force."}
+    assert rows == {"01_mechanism": "executed", "02_horizons": "failed: its executed copy is damaged: run it again."}
     assert not (house.outputs / "smoke" / "html" / "02_horizons.html").exists()
 
 
@@ -234,7 +285,7 @@ def test_claims_that_cannot_be_read_are_a_sentence_too(house, text):
 def test_the_summary_figure_is_inline_with_its_alternative_text(house):
     folder = executed(house, "00_report").parent
     (folder / "figures").mkdir()
-    (folder / "figures" / "summary.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    (folder / "figures" / "summary.svg").write_text(SVG)
     told(folder, [])
     report.write("smoke")
     picture = page(house).find("img")
@@ -244,7 +295,7 @@ def test_the_summary_figure_is_inline_with_its_alternative_text(house):
 def test_the_answer_and_its_figure_stand_before_the_claims(house):
     folder = executed(house, "00_report").parent
     (folder / "figures").mkdir()
-    (folder / "figures" / "summary.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    (folder / "figures" / "summary.svg").write_text(SVG)
     told(folder, ["**Does it work?** At h = 4 <yes>.", "**How sure?** p = 0.01."])
     (house.outputs / "smoke" / "claims.json").write_text(json.dumps([claim("c", "replicated")]))
     report.write("smoke")
