@@ -9,6 +9,7 @@ from pathlib import Path
 from . import arguments
 from .config import ConfigError
 from .files import write_text
+from .measurements import RANKING_LOSSES
 
 
 def add_model(command, purpose: str, *, required: bool) -> None:
@@ -45,6 +46,8 @@ def add(commands) -> None:
              ("max-steps", 6000, "steps of a fit at most"), ("seed", 0, "of the heads and of the order of their batches"))  # fmt: skip
     for name, default, what in whole:
         command.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    command.add_argument("--ranking-loss", choices=RANKING_LOSSES, default="margin_all",
+                         help="what the ranking MLP is fitted by (default: margin_all, of every expert; margin, the reference study's, is weak where many are chosen)")  # fmt: skip
     command.add_argument("--memory-mb", type=arguments.number(above=0), default=4000.0, metavar="N",
                          help="budget of activations in memory; what is cached beyond it goes to a file (default: 4000; model and heads come on top)")  # fmt: skip
     command.add_argument("--scratch", type=arguments.folder, help="folder of that file (default: the system's temporary one)")
@@ -66,7 +69,7 @@ def _probe(options) -> int:
         raise ConfigError(f"{options.save.parent}: no such folder to write {options.save.name} in")
     config = ProbeConfig(horizons=tuple(options.horizon) if options.horizon else None, context=options.context,
                          data=DataConfig(corpus=options.corpus, heldout_tokens=options.heldout_tokens, dev_tokens=options.dev_tokens),
-                         fit=PosthocConfig(tokens=options.tokens, batch_tokens=options.batch_tokens, max_steps=options.max_steps, seed=options.seed,
+                         fit=PosthocConfig(tokens=options.tokens, batch_tokens=options.batch_tokens, max_steps=options.max_steps, seed=options.seed, ranking_loss=options.ranking_loss,
                                            eval_every=max(1, min(PosthocConfig.eval_every, options.max_steps))),
                          memory=int(options.memory_mb * 1e6), scratch=str(options.scratch) if options.scratch else None)  # fmt: skip
     say = (lambda line: None) if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)

@@ -253,6 +253,7 @@ def test_probing_by_command(folder, tmp_path, capsys, monkeypatch):
     assert "3 MoE layers of 4 x 8 experts, top-2" in said and "hit@2, 1 MoE layer ahead (chance 0.2500)" in said and "hit@2, 2 MoE layers ahead" in said
     assert "had not converged after 20 steps" in errors
     result = json.loads((tmp_path / "out.json").read_text())
+    assert result["config"]["fit"]["ranking_loss"] == "margin_all"   # the loss that does not fail where many experts are chosen
     assert result["layers"] == [1, 2, 3] and set(result["hit"]) == {"linear", "ranking", "next_router", "token_id", "static"}
     shown = [line.split() for line in said.splitlines() if line.startswith(("2 ", "3 ", "all "))]
     assert [line[0] for line in shown] == ["2", "3", "all", "3", "all"]
