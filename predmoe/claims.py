@@ -213,7 +213,7 @@ def decimals(ci95: Sequence[float] | None, unit: str) -> int:
     """Decimals of an effect and its interval: those of the unit, and up to FINER more until the interval is STEPS of its last decimal wide and no end but an exact
     zero is written as zero. Rounding keeps order, so that with one number of decimals for all three a mean never stands outside its interval."""
     scale, fewest, _ = UNITS[unit]
-    if ci95 is None:
+    if ci95 is None or ci95[1] - ci95[0] <= 1e-9 * max(map(abs, ci95)):   # no interval, or none but for rounding: the same in every seed
         return fewest
     low, high = (scale * end for end in ci95)
     fine = (d for d in range(fewest, fewest + FINER) if round((high - low) * 10**d, 6) >= STEPS and all(not end or round(end, d) for end in (low, high)))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pandas as pd
 
-from . import boundary, downstream_study, experiments, findings, isolation, results, spread
+from . import boundary, downstream_study, experiments, findings, isolation, refit, results, spread
 from .config import ConfigError
 from .paper_text import LACKING, NONE, effect, notrun, number
 from .plots import PREDICTORS
@@ -68,7 +68,13 @@ def by_horizon(what: str, groups: Iterable[Sequence[Line]]) -> str:
 
 
 def _by_h(effects: Iterable[Mapping]) -> dict[int, Mapping]:
-    return {e["horizon"]: e for e in effects}
+    """Effects by horizon. Raises ResultError where one horizon has two: then a line would not say which it shows."""
+    found: dict[int, Mapping] = {}
+    for e in effects:
+        if e["horizon"] in found:
+            raise results.ResultError(f"two effects stand for one line of a table at h = {e['horizon']}: {found[e['horizon']]['name']} and {e['name']}")
+        found[e["horizon"]] = e
+    return found
 
 
 # --- 04, 06: the backbone's part, and how many seeds ------------------------------------------------------------------------
@@ -128,7 +134,9 @@ def fine_tune(result: Mapping, table: Table) -> str:
     """A joint fine-tune against a baseline one, under fresh predictors; the head that was trained along against a fresh one on the same model."""
     joint = next(e["treatment"] for e in result["effects"] if e["control"] == "baseline")
     known = boundary.reference_effects(joint)
-    gains = [(f"{joint} − baseline, {PREDICTORS[predictor]}", _by_h(e for e in result["effects"] if e["treatment"] == joint and e.get("metric") == "hit" and e["predictor"] == predictor),
+    held = [e for e in result["effects"] if e["treatment"] == joint and e.get("metric") == "hit"]
+    first, again = ([e for e in held if (e.get("variation") == refit.VARIATION) is second] for second in (False, True))
+    gains = [(f"{joint} − baseline, {PREDICTORS[predictor]}", _by_h(e for e in first if e["predictor"] == predictor),
               {h: value for (which, h), value in known.items() if which == predictor}) for predictor in ("ranking", "linear", "next_router")]  # fmt: skip
     heads: dict[str, list[Mapping]] = {}
     for e in result["effects"]:
@@ -137,6 +145,7 @@ def fine_tune(result: Mapping, table: Table) -> str:
     levels = {row["predictor"]: row for row in results.reference()["lora"] if row["arm"] == joint}
     own = {int(h): level - levels["linear"][h] for h, level in levels.get("cotrained", {}).items() if h.isdigit()}
     along = [(f"{arm}: head trained along − fresh linear", _by_h(mine), own if arm == joint else {}) for arm, mine in heads.items()]
+    gains.insert(1, (f"{joint} − baseline, MLP by the other loss", _by_h(again), {}))
     return by_horizon("difference in hit@$k$ (points)", [[line for line in gains if line[1]], along])
 
 

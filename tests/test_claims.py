@@ -327,7 +327,7 @@ def test_a_printed_mean_lies_in_its_printed_interval_and_all_have_the_same_decim
     (0.00055, [0.0002, 0.0009], "points", "+0.055 points [+0.020, +0.090]"), (0.013, [0.006, 0.019], "points", "+1.3 points [+0.6, +1.9]"),
     (0.01, [0.0004, 0.02], "points", "+1.00 points [+0.04, +2.00]"),   # an end near zero keeps its sign
     (-0.00001, [-0.01, 0.01], "points", "+0.0 points [-1.0, +1.0]"), (-0.0011, [-0.0025, 0.0004], "percent", "-0.11% [-0.25, +0.04]"),
-    (0.0, [0.0, 0.0], "nats", "+0.000000 nats [+0.000000, +0.000000]"), (-0.00001, None, "points", "+0.0 points (single seed)"),
+    (0.0, [0.0, 0.0], "nats", "+0.0000 nats [+0.0000, +0.0000]"), (-0.00001, None, "points", "+0.0 points (single seed)"),
 ])
 def test_decimals_follow_the_width_of_the_interval(mean, ci95, unit, text):
     assert claims.effect_text({"mean": mean, "ci95": ci95}, unit) == text

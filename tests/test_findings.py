@@ -52,7 +52,7 @@ def test_a_quantity_is_named_once_and_levels_stand_beside_a_difference():
     for row, hit in zip((row for row in arms if row["arm"] != "alternative"), (0.80, 0.83, 0.82, 0.85)):
         row["hit"]["ranking"]["4"] = hit
     (effect,) = experiments.with_levels(arms, experiments.hit_effects(arms, "joint", "baseline", predictors=["ranking"], horizons=[4]))
-    assert effect["levels"] == pytest.approx((0.81, 0.84)) and "at h = 4 (81.0% → 84.0%, +3.000 points [+3.000, +3.000])" in findings.say_by_horizon([effect], "It", "hit@k")
+    assert effect["levels"] == pytest.approx((0.81, 0.84)) and "at h = 4 (81.0% → 84.0%, +3.0 points [+3.0, +3.0])" in findings.say_by_horizon([effect], "It", "hit@k")
 
 
 @pytest.mark.parametrize("middle, held, words", [

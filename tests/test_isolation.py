@@ -40,7 +40,7 @@ def test_each_part_follows_its_own_reading():
     assert [e["mean"] for e in of(isolation.COADAPTATION, found)] == pytest.approx([0.03] * 3)
     assert [e["mean"] for e in of(isolation.BACKBONE, found)] == [e["mean"] for e in of(isolation.BACKBONE)]
     said = isolation.say_parts(found)
-    assert len(said) == 3 and all("+3.000 points [+3.000, +3.000] co-adaptation (3 seeds)" in sentence for sentence in said)
+    assert len(said) == 3 and all("+3.0 points [+3.0, +3.0] co-adaptation (3 seeds)" in sentence for sentence in said)
 
 
 def test_contrasts_of_the_reference_are_differences_of_its_levels():

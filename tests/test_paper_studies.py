@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from predmoe import isolation, paper, paper_studies, paper_text, plots_simulator, results
+from predmoe import isolation, paper, paper_studies, paper_text, plots_simulator, refit, results
 
 MAIN = (paper.FOLDER / "main.tex").read_text()
 
@@ -110,6 +110,24 @@ def test_the_heads_lead_is_the_sum_of_its_parts_and_turns_with_the_data(committe
         if e.get("predictor") == isolation.BACKBONE:
             e["mean"], e["ci95"] = -e["mean"], [-end for end in e["ci95"][::-1]]
     assert all(number(lines_of(paper_studies.backbone(result, None))[1][i]) == -number(backbone[i]) for i in range(1, 4))
+
+
+def test_the_fits_of_the_mlp_stand_in_lines_of_their_own(committed):
+    """Of the same models and predictor: which fit a line shows is not left to which effect comes last."""
+    result = committed["10_olmoe_lora"]
+    table = lines_of(paper_studies.fine_tune(result, None))
+    first, again = ([e for e in result["effects"] if e["treatment"] == "joint 0.1" and e.get("predictor") == "ranking" and (e.get("variation") == refit.VARIATION) is second] for second in (False, True))
+    for line, effects in zip(table[:2], (first, again)):
+        assert len(effects) == 3 and line[1:4] == [paper_text.effect(e, "points") for e in effects], line
+    assert table[0][0].endswith("ranking MLP") and table[1][0].endswith("MLP by the other loss") and table[0][1:4] != table[1][1:4]
+    with pytest.raises(results.ResultError, match="two effects stand for one line of a table at h = 1"):
+        paper_studies._by_h(first + again)
+
+
+def test_where_transfer_begins_is_said_in_the_paper(committed):
+    decided = paper_text.decide(committed, results.claim_specs())
+    said = paper_text.values(committed, decided)["findings.13_olmoe_dose"]
+    assert re.search(r"At weight .{1,6} transfer begins", said) and "Joint against baseline under the linear predictor" not in said
 
 
 @pytest.mark.parametrize("name, text, left", [
