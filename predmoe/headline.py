@@ -40,7 +40,7 @@ def answers(claims: Sequence[Mapping], found: Mapping[str, Mapping], benchmark: 
         f"**At what cost?** {' '.join(say_cost(found[name], by_id['quality-cost'], benchmark, found.get(TASKS)))}",
         f"**How sure?** {' '.join(say_certainty(effects, name, found))}",
         f"**Is there a better objective?** {' '.join(say_better(found.get(FIRST)))}",
-        f"**Can a trained model be made predictable?** {' '.join(say_trained(found))}",
+        f"**Can a low-rank fine-tune make a trained model predictable?** {' '.join(say_trained(found))}",
         f"**What failed to replicate?** {' '.join(say_failed(claims))}",
     ]
 
