@@ -94,7 +94,7 @@ def missing_rows(result: Mapping) -> list[str]:
     be paired over fewer seeds.
 
     An effect's seeds are those of models where it is over models: not of simulations (`accuracies`), nor over prompts or documents of one `model_seed`. What is no
-    arm (a part of a model, a domain) has no rows, and a control of a single row (the stock model, which may be another arm's run) stands for all seeds. Simulated and measured speeds, which are of no
+    arm (a part of a model, a domain) has no rows and is compared with no arm, and a control of a single row (the stock model, which may be another arm's run) stands for all seeds. Simulated and measured speeds, which are of no
     run of their own, have every seed for each arm (of one kind, where a name begins with it: "our accuracies: demand").
     """
     held: dict[str, set[int]] = {}
@@ -103,7 +103,8 @@ def missing_rows(result: Mapping) -> list[str]:
     named = {(e[side], seed) for e in result["effects"] if "accuracies" not in e for side in ("treatment", "control") if e.get(side) in held
              for seed in ([e["model_seed"]] if "model_seed" in e else e.get("seeds", ())) if side == "treatment" or len(held[e[side]]) > 1}  # fmt: skip
     missing = [f"{arm}, seed {seed}" for arm, seed in sorted(named) if seed not in held[arm]]
-    missing += ["stock"] if "stock" not in held and any(e.get("control") == "stock" for e in result["effects"]) else []
+    pairs = [(e["treatment"], e["control"]) for e in result["effects"] if "treatment" in e and "control" in e]
+    missing += sorted({arm for pair in pairs if len(set(pair) & held.keys()) == 1 and len(set(pair)) == 2 for arm in set(pair) - held.keys()})
     if runs := result["provenance"].get("runs"):
         hashes = {row.get("config_hash") for row in result["arms"]}
         return missing or [f"the model {run}" for run in runs if run not in hashes]
