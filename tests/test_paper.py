@@ -271,7 +271,7 @@ def without(result, arm, seed):
 
 
 @pytest.mark.parametrize("experiment, arm, seed, said", [
-    ("06_seeds", "joint", 2, "06_seeds lacks joint, seed 2"), ("06_seeds", "baseline", 0, "06_seeds lacks baseline, seed 0"), ("03_dose", "both 0.1", 0, "03_dose lacks the model [0-9a-f]+"),
+    ("06_seeds", "joint", 2, "06_seeds lacks joint, seed 2"), ("06_seeds", "baseline", 0, "06_seeds lacks baseline, seed 0"), ("03_dose", "both 0.1", 0, "03_dose lacks both 0.1"),
     ("10_olmoe_lora", "stock", 0, "10_olmoe_lora lacks stock"), ("11_engine", "joint-oracle", 1, "11_engine lacks joint-oracle, seed 1"),
     ("05_cache_simulation", "joint-ranking", 1, "05_cache_simulation lacks joint-ranking, seed 1"),
 ])  # fmt: skip
