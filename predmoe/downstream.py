@@ -76,12 +76,14 @@ def plant(requests: Sequence[tuple[list[int], list[int]]], max_length: int, *, s
     """The requests, each (context, continuation) as token ids, as trees, the largest first.
 
     Too long ones lose their beginning, as in the harness. Without `share` only requests that differ in their last token share a tree, so
-    that every tree is a line. Raises ConfigError for a continuation that the model's context cannot hold.
+    that every tree is a line. Raises ConfigError for a continuation that the model's context cannot hold, or that has nothing before it.
     """
     trees: dict[tuple[int, ...], Tree] = {}
     for i, (context, continuation) in enumerate(requests):
         if not continuation or len(continuation) > max_length:
             raise ConfigError(f"request {i}: a continuation of {len(continuation)} tokens cannot be scored; it takes 1 to {max_length}, the model's context")
+        if not context:
+            raise ConfigError(f"request {i}: no token stands before its continuation, so that the first one cannot be scored: remove the item")
         line = (context + continuation)[-(max_length + 1) : -1]
         root = tuple(line[: len(line) - len(continuation) + 1]) if share else tuple(line)
         trees.setdefault(root, Tree()).add(i, line, continuation)

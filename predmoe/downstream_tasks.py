@@ -137,6 +137,8 @@ def _text_rows(path: Path) -> list[dict]:
             raise ConfigError(f"{where}: the label on line {first + 2} is {item[1]!r}, not 0 to 3: a line is missing here or before; fetch the file again")
         if not item[0].partition(": ")[2].strip():
             raise ConfigError(f"{where}: {item[0]!r} is not `activity: context`; correct or remove the item")
+        if blank := [i for i in range(2, 6) if not item[i].strip()]:
+            raise ConfigError(f"{where}: the ending on line {first + blank[0] + 1} is empty; correct or remove the item")
         rows.append({"query": item[0], "gold": int(item[1]), "choices": item[2:]})
     return rows
 
@@ -157,8 +159,10 @@ def _json_rows(path: Path, task: str) -> list[dict]:
         for name, kind in kinds.items():
             if name not in row:
                 raise ConfigError(f"{where} lacks the field {name!r}: an item has {', '.join(kinds)}; add it or remove the line")
-            if type(row[name]) is not kind or row[name] == "":
+            if type(row[name]) is not kind or (kind is str and not row[name].removeprefix("Question: ").strip()):
                 raise ConfigError(f"{where}: {name}={row[name]!r} is no {KIND_WORDS[kind]}; correct or remove the line")
+        if any("\ud800" <= letter <= "\udfff" for text in row.values() for part in (text if isinstance(text, list) else [text]) if isinstance(part, str) for letter in part):
+            raise ConfigError(f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is no character; correct or remove the line")
         if "choices" in row:
             _check_choices(row, task, where)
         elif len(row["continuation"].split(" ")) != 1:
@@ -190,9 +194,11 @@ def _definition(task: str) -> dict:
 def _from_hub(task: str) -> list[dict]:
     import datasets
 
+    from . import hf_models
+
     defined = _definition(task)
     try:
-        with quiet():
+        with quiet(), hf_models.quiet():   # and without a line for each retry
             return list(datasets.load_dataset(defined["dataset_path"], defined["dataset_name"], split=BENCHMARKS[task].split))
     except Exception as error:   # whatever a network, a hub and a dataset's files can raise
         raise Unavailable(f"the hub gives no {defined['dataset_path']} ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no word'}): "

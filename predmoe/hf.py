@@ -97,17 +97,19 @@ class Capture:
         """One `Routing` per MoE layer of the last forward pass, in the order of the layers, of the tokens where `mask_BT` is not 0
         (all tokens without it), sequence after sequence. Best first means by router logit, equals in the gate's own order; gates_NK are
         the weights that the experts' outputs were given. Raises ConfigError that names the layer where a gate was not called, shows
-        no logits or no ids, or gave NaN.
+        no logits or no ids, or gave NaN as logits or weights.
         """
         keep_N = None if mask_BT is None else mask_BT.reshape(-1).nonzero().squeeze(1)   # row numbers: a mask would be waited for at every use
         records = [self._record(at, keep_N, None if mask_BT is None else mask_BT.numel()) for at in range(len(self.gates))]
         self._seen.clear()
         self._asked.clear()
         device = records[0].logits_NE.device
-        if torch.stack([torch.isnan(record.logits_NE).any().to(device) for record in records]).any():   # one look, not one per layer
-            at = next(i for i, record in enumerate(records) if torch.isnan(record.logits_NE).any())
-            row = int(torch.isnan(records[at].logits_NE).any(1).nonzero()[0])
-            raise ConfigError(f"layer {self.gates[at].layer}: the router's logits of token {row} are NaN ({self.gates[at].name}): no expert can be chosen")
+        nan = lambda values: torch.isnan(values).any().to(device)  # noqa: E731
+        if torch.stack([nan(record.logits_NE) | nan(record.gates_NK) for record in records]).any():   # one look, not one per layer
+            at, kind = next((i, kind) for i, record in enumerate(records) for kind in ("logits_NE", "gates_NK") if nan(getattr(record, kind)))
+            row, where = int(torch.isnan(getattr(records[at], kind)).any(1).nonzero()[0]), self.gates[at]
+            told = ("router's logits", "no expert can be chosen") if kind == "logits_NE" else ("gate weights", "a logit is infinite, and no output can be weighted")
+            raise ConfigError(f"layer {where.layer}: the {told[0]} of token {row} are NaN ({where.name}): {told[1]}")
         return records
 
     def _record(self, at: int, keep_N: Tensor | None, masked: int | None) -> Routing:
@@ -177,7 +179,7 @@ def read_gate(gate: Gate, hidden_ND: Tensor, output) -> tuple[Tensor, Tensor | N
     among all of them (K = E), scores come before weights. Softmaxed or squashed scores become logits again; without scores they are worked out
     from the gate's `weight`. Raises ConfigError where neither is there.
     """
-    tensors = [part for part in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(part, Tensor) and part.dim() > 1]
+    tensors = [part for part in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(part, Tensor) and part.dim() > 1 and part.numel()]
     N = len(hidden_ND)
     rows = [part.reshape(-1, part.shape[-1]) for part in tensors if part.numel() // part.shape[-1] == N]
     ids = next((part for part in rows if not part.is_floating_point()), None)
@@ -265,6 +267,8 @@ class Backbone:
             if size != sizes[0]:
                 raise ConfigError(f"layer {layer} has width, experts and top-k of {size}, layer {self.layers[0]} of {sizes[0]}: one predictor cannot serve both")
         D, E, K = sizes[0]
+        if K < 1:
+            raise ConfigError(f"layer {self.layers[0]}: the gate {self.gates[0].name} chooses no expert: its configuration's top-k is 0")
         self.config = Shape(vocab, D, len(self.gates), E, K, context)
 
     @property

@@ -49,20 +49,22 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
     check_device(device)
     source = checkpoint_folder(name)
     try:
-        with _quiet():
-            model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True)
+        with quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
     except Exception as error:   # the libraries below raise a dozen kinds for a file or an id that is not what it should be
         raise ConfigError(_told(name, source, error, "model")) from None
-    if missing := sorted(found["missing_keys"]) or sorted(str(key) for key in found["mismatched_keys"]):   # the library would go on with random weights
+    if missing := sorted(found["missing_keys"]) or sorted(key[0] for key in found["mismatched_keys"]):   # the library would go on with random weights
         raise ConfigError(f"{name}: the checkpoint has no {missing[0]} of the shape that its config.json asks for: it is incomplete or another model's")
     try:
         return Backbone(model.to(device).requires_grad_(False).eval())
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    except Exception as error:   # the model's own code, on two tokens: its configuration asks for what its layers cannot do
+        raise ConfigError(f"{name}: two tokens do not pass through the model that its config.json describes ({_reason(error)}): correct it, or download it again") from error
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Within, the libraries tell of nothing but errors: missing weights and a hub that cannot be reached are errors of ours, and need no line for each retry before."""
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
@@ -78,8 +80,14 @@ def _quiet() -> Iterator[None]:
         hub.set_verbosity(told[1])
 
 
+def _reason(error: Exception) -> str:
+    """An error's first line, and the next where that ends in a colon; its kind where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
+
+
 def _told(name: str, source: str, error: Exception, what: str) -> str:
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    reason = _reason(error)
     if Path(source).exists():
         return f"{name}: its {what} cannot be loaded: {reason}"
     return (f"{name}: no such folder, and the hub gave no {what} of that name ({type(error).__name__}: {reason}); without a network, download it elsewhere "
@@ -126,7 +134,7 @@ def tokenizer_of(name: str, asked: str | None = None) -> Tokenizer | HubTokenize
 
     source = checkpoint_folder(asked) if asked and not Path(asked).exists() else asked or source
     try:
-        with _quiet():
+        with quiet():
             held = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:   # as in `load`
         hint = "" if asked else "; name one with --tokenizer (bpe8k, gpt2, a folder or a hub id)"

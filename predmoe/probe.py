@@ -8,11 +8,13 @@ activations are kept within a budget (`activations`).
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+import torch
 
 from predmoe.activations import plan
 from predmoe.config import ConfigError, DataConfig, PosthocConfig, to_dict
@@ -82,13 +84,18 @@ def probe(backbone: Backbone, tokenizer, config: ProbeConfig, *, name: str = "th
     held = plan(config.memory, backbone.config, tokens=windows * T + data.dev_tokens, batch_tokens=config.fit.batch_tokens, horizons=len(horizons), T=T,
                 folder=Path(config.scratch) if config.scratch else None)  # fmt: skip
     tokens = prepare(data, cache=cache, tokenizer=tokenizer)
+    dev = tokens.dev(T).tokens
+    first = torch.from_numpy(dev[:1].astype("int64")).to(backbone.device)
+    with torch.inference_mode():
+        check_loss(backbone(first[:, :-1], first[:, 1:]).loss.item(), name)   # before the fits, not after them
     where = "in a file" if held.on_disk else "in memory"
     progress(f"caching activations: {held.cache_bytes / 1e6:,.0f} MB {where}, at most {config.memory / 1e6:,.0f} MB in memory")
     read = lambda text: capture(backbone, text, batch_size=held.capture_windows, room=held.room, rows_at_once=held.rows_at_once)  # noqa: E731
-    train, dev = read(training_text(tokens, data, windows, T)), read(tokens.dev(T).tokens)
+    train, dev = read(training_text(tokens, data, windows, T)), read(dev)
     captured = time.perf_counter() - started
     result, fitted, curves, converged, seconds = fit_and_evaluate(backbone, train, dev, tokens.heldout(T), tokens.domains, horizons, config.fit,
                                                                   next_router=NextGate(backbone), batch_size=held.score_windows, progress=progress)  # fmt: skip
+    check_loss(result["val_loss"], name)
     return result | {
         "model": name,
         "layers": list(backbone.layers),
@@ -103,6 +110,12 @@ def probe(backbone: Backbone, tokenizer, config: ProbeConfig, *, name: str = "th
         "activations": {"on_disk": held.on_disk, "bytes": held.cache_bytes, "budget": config.memory},
         "data_hash": tokens.hash,
     }, fitted
+
+
+def check_loss(loss: float, name: str) -> None:
+    """Raise ConfigError where a model's loss (nats per token) is not finite."""
+    if not math.isfinite(loss):
+        raise ConfigError(f"{name}: the loss of held-out text is {loss}: the model's weights are damaged, or overflow in this --dtype")
 
 
 def training_text(tokens: Tokens, data: DataConfig, windows: int, T: int):

@@ -46,6 +46,7 @@ MEASURED = {
     | dict.fromkeys(("tokens", "reuse", "switch_rate", "srp", "srp_size", "sch", "sch_global"), _NUMBER),
     DownstreamConfig: dict.fromkeys(("tasks", "answers", "harness", "left_out"), dict),
 }  # fmt: skip
+WITHIN = {PosthocConfig: {"hit": PREDICTORS, "converged": PREDICTORS, "documents": ("tokens",)}}   # what entries of MEASURED hold at least: a fit that is not there has not converged
 
 
 def same_bits() -> dict[str, str]:
@@ -114,7 +115,12 @@ def posthoc_name(posthoc: PosthocConfig) -> str:
 
 def read_measurement(source: Path, kind: type[Measurement]) -> dict:
     """A measurement's file. Raises ConfigError where it is damaged."""
-    return read_json(source, MEASURED[kind], remedy="remove it to measure the run again")
+    remedy = "remove it to measure the run again"
+    found = read_json(source, MEASURED[kind], remedy=remedy)
+    for entry, names in WITHIN.get(kind, {}).items():
+        if lacking := [name for name in names if name not in found[entry]]:
+            raise ConfigError(f"{source} is damaged ({entry} lacks {', '.join(lacking)}); restore it from a copy, or {remedy}")
+    return found
 
 
 def default_store(profile: str) -> Path:

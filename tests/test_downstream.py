@@ -72,6 +72,11 @@ def test_a_continuation_that_cannot_be_scored_is_refused(continuation, count):
         plant([([1], [2]), ([1], continuation)], 3, share=True)
 
 
+def test_a_continuation_with_nothing_before_it_is_refused():
+    with pytest.raises(ConfigError, match="request 1: no token stands before its continuation"):
+        plant([([1], [2]), ([], [2, 3])], 3, share=True)
+
+
 def test_a_batch_stays_within_its_budget_and_none_is_lost():
     trees = [Tree(tokens=[0] * n) for n in (30, 9, 9, 5, 5, 5, 1)]
     found = list(batches(trees, 20))

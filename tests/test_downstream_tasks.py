@@ -85,11 +85,17 @@ def test_the_hub_gives_the_same_task_and_without_a_network_a_sentence(monkeypatc
     assert asked(downstream_tasks.load(hub, None)["arc_easy"])[0] == ("Question: What does a cache keep\nAnswer:", " what is used again")
     assert seen[0] == (("allenai/ai2_arc", "ARC-Easy"), {"split": "test"})
 
+    told = []
+
     def refuse(*_, **__):
+        from huggingface_hub.utils import logging
+
+        told.append(logging.get_verbosity())
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     assert missing(["arc_easy"], hub=True)["arc_easy"].startswith("the hub gives no allenai/ai2_arc (ConnectionError: no route to host): connect to the network")
+    assert told == [40]   # logging.ERROR: the library's line for each retry is not shown
 
 
 # --- damaged files ---------------------------------------------------------------------------------------------------------
@@ -104,6 +110,8 @@ def test_the_hub_gives_the_same_task_and_without_a_network_a_sentence(monkeypatc
     ({"query": "Question: q\n", "choices": ["a"], "gold": 0}, "choices has 1 answers, piqa has 2"),
     ({"query": "Question: q\n", "choices": ["a", " "], "gold": 0}, r"choices\[1\]=' ' is no text"),
     ({"query": "", "choices": ["a", "b"], "gold": 0}, "query='' is no non-empty text"),
+    ({"query": "Question:  ", "choices": ["a", "b"], "gold": 0}, "query='Question:  ' is no non-empty text"),
+    ({"query": "q", "choices": ["a", "b\ud800"], "gold": 0}, "line 4 holds half of a surrogate pair"),
     ([1], "line 4 is list, not an object with query, choices, gold"),
 ])  # fmt: skip
 def test_a_bad_item_is_named_by_file_line_and_field(files, row, words):
@@ -120,14 +128,15 @@ def test_other_damage_is_named_too(files):
         file.write("{not json\n")
     with pytest.raises(ConfigError, match="arc_easy.jsonl, line 4 is not JSON"):
         read("arc_easy")
-    lines(files, "lambada_openai.jsonl", [{"context": "a b", "continuation": "two words"}])
-    with pytest.raises(ConfigError, match="line 1: continuation='two words' must be one word"):
-        read("lambada_openai")
+    for row, words in (({"context": "a b", "continuation": "two words"}, "line 1: continuation='two words' must be one word"), ({"context": " ", "continuation": "word"}, "line 1: context=' ' is no non-empty text")):  # fmt: skip
+        lines(files, "lambada_openai.jsonl", [row])
+        with pytest.raises(ConfigError, match=words):
+            read("lambada_openai")
     (files / "openbook_qa.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="openbook_qa.jsonl is empty"):
         read("openbookqa")
     text = (files / "hellaswag_val_full.txt").read_text().splitlines()
-    for damaged, words in ((text[:-1], r"item 3 \(line 13\) has 5 of its 6 lines"), (text[:7] + text[8:], r"item 2 \(line 7\): the label on line 8 is 'ending number 0.'"),
+    for damaged, words in (([*text[:4], " ", *text[5:]], r"item 1 \(line 1\): the ending on line 5 is empty"), (text[:-1], r"item 3 \(line 13\) has 5 of its 6 lines"), (text[:7] + text[8:], r"item 2 \(line 7\): the label on line 8 is 'ending number 0.'"),
                            (["no activity", *text[1:]], r"item 1 \(line 1\): 'no activity' is not `activity: context`")):   # fmt: skip
         (files / "hellaswag_val_full.txt").write_text("\n".join(damaged) + "\n")
         with pytest.raises(ConfigError, match=words):

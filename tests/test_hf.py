@@ -312,6 +312,13 @@ def test_a_router_row_of_nan_is_named(family):
     assert torch.equal(second.module.weight.data, clean)
 
 
+def test_weights_of_nan_are_named_where_the_logits_are_not():
+    model = tiny("gpt_oss")
+    model.model.layers[LAYERS - 1].mlp.router.bias.data[3] = float("inf")   # softmax of infinity, in the last layer: no later router shows it
+    with pytest.raises(ConfigError, match=rf"layer {LAYERS - 1}: the gate weights of token 0 are NaN .*router.: a logit is infinite"):
+        Backbone(model)
+
+
 def poisoned(hidden, row):
     hidden = hidden.clone()
     hidden.reshape(-1, D)[row] = float("nan")

@@ -259,6 +259,13 @@ def test_probing_by_command(folder, tmp_path, capsys, monkeypatch):
     assert [line[0] for line in shown] == ["2", "3", "all", "3", "all"]
     assert [float(line[1]) for line in shown[:2]] == pytest.approx(result["hit_per_layer"]["linear"]["1"], abs=1e-4)
     assert (tmp_path / "heads" / "ranking.safetensors").is_file()
+    shutil.copytree(folder, tmp_path / "nan")   # its routing is whole, its loss is not
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * float("nan")}, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
+    asked[2], asked[-3], asked[-1] = tmp_path / "nan", tmp_path / "nan.json", tmp_path / "nan_heads"
+    code, said, errors = told(capsys, *asked)
+    assert (code, said) == (2, "") and errors.splitlines()[-1] == f"predmoe: {tmp_path / 'nan'}: the loss of held-out text is nan: the model's weights are damaged, or overflow in this --dtype"
+    assert not (tmp_path / "nan.json").exists() and not (tmp_path / "nan_heads").exists()
 
 
 def test_the_libraries_retries_are_not_told(tmp_path, capsys, monkeypatch):
@@ -314,6 +321,10 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
     weights = load_file(tmp_path / "short" / "model.safetensors")
     lost = next(name for name in sorted(weights) if "self_attn.q_proj" in name)
     save_file({key: tensor for key, tensor in weights.items() if key != lost}, tmp_path / "short" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    for name, changed in (("many", {"num_experts_per_tok": E + 1}), ("none", {"num_experts_per_tok": 0}), ("word", {"num_experts_per_tok": "two"}), ("wide", {"moe_intermediate_size": 40})):
+        shutil.copytree(folder, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(config | changed))
     (tmp_path / "bytes.txt").write_bytes(b"ab\xff")
     out = ["--out", tmp_path / "t.trace.safetensors"]
     record = lambda *more: ["trace", "record", *more]  # noqa: E731
@@ -325,6 +336,10 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (record("--model", tmp_path / "empty", "--text", "the", *out), "holds no config.json"),
         (record("--model", tmp_path / "broken", "--text", "the", *out), f"{tmp_path / 'broken'}: its model cannot be loaded"),
         (record("--model", tmp_path / "short", "--text", "the", *out), f"the checkpoint has no {lost}"),
+        (record("--model", tmp_path / "many", "--text", "the", *out), f"{tmp_path / 'many'}: two tokens do not pass through the model that its config.json describes"),
+        (record("--model", tmp_path / "none", "--text", "the", *out), "chooses no expert: its configuration's top-k is 0"),
+        (record("--model", tmp_path / "word", "--text", "the", *out), "expected int, got str (value: 'two')"),
+        (record("--model", tmp_path / "wide", "--text", "the", *out), ".experts.down_proj of the shape that its config.json asks for"),
         (record("--text", "the", "--device", "cpu"), "--text, --device can only go with --model"),
         (record("--model", folder, "--text", "the disk", "--tokenizer", "bpe8k", *out), "the tokenizer bpe8k has 8,192 ids, the vocabulary of"),
         (record("--model", tmp_path / "bare", "--text", "the disk", *out), f"{tmp_path / 'bare'} has no tokenizer: name one with --tokenizer"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from predmoe import worker
 from predmoe.config import PosthocConfig, RunConfig, build, to_dict
 from predmoe.files import write_json
-from predmoe.runs import MEASURED, Measurement
+from predmoe.runs import MEASURED, WITHIN, Measurement
 
 WORDS = "the of and expert router token layer disk cache reads before after predicts nothing else in time".split()
 JOINT = {"lambda_pred": 0.3, "ramp_start": 0.1, "ramp_end": 0.5}
@@ -75,4 +75,4 @@ def clone(store: Path, to: Path) -> Path:
 def stored(kind: type[Measurement] = PosthocConfig, **more) -> str:
     """A measurement's file as JSON: all that is read of it is there, empty but for what is given."""
     empty = {name: (types[0] if isinstance(types, tuple) else types)() for name, types in MEASURED[kind].items()}
-    return json.dumps(empty | more)
+    return json.dumps(empty | {entry: dict.fromkeys(names) for entry, names in WITHIN.get(kind, {}).items()} | more)
