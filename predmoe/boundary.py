@@ -171,7 +171,8 @@ def say_retrofit(effects: Sequence[Mapping]) -> str:
     """Whether a fine-tune makes a trained model predictable: yes where an interval lies above the claim's margin, no where every interval excludes more than it, else
     undecided (`judge`); then at which horizons, or what gain is excluded, and which gains of any size are established. `effects`: of `experiments.hit_effects`."""
     effects = [e for e in effects if e["predictor"] in FRESH]
-    found, subject = judge(effects), "a LoRA fine-tune with the prediction loss"
+    found, weight = judge(effects), effects[0]["treatment"].removeprefix("joint ")
+    subject = f"a LoRA fine-tune with the prediction loss (weight {weight})"
     first = {
         "shown": f"Yes: {subject} raises a trained model's hit@k by more than {_limit()}", "excluded": f"No: {subject} raises a trained model's hit@k by no more than {_limit()}",
         "open": f"Undecided: {subject} is not shown to raise a trained model's hit@k by more than {_limit()}, but that is not excluded either",
@@ -272,6 +273,16 @@ def say_drift(effects: Sequence[Mapping]) -> list[str]:
     return found
 
 
+def say_price(effects: Sequence[Mapping], stock_loss: float) -> str:
+    """How far each joint arm's validation loss lies from the stock model's own, which the quality gate does not ask. `effects`: of `drift_effects`."""
+    told = []
+    for e in effects:
+        if e["metric"] == "val_loss" and "joint" in e["treatment"]:
+            share = e | {"mean": e["mean"] / stock_loss, "ci95": e["ci95"] and [end / stock_loss for end in e["ci95"]]}
+            told.append(f"{named(e['treatment'])} {results.effect_text(share, 'percent')}")
+    return f"The validation loss, against the stock model's own: {'; '.join(told)}. The gate (at most {100 * stats.MAX_LOSS_INCREASE:+g}%) compares each with its own baseline, which drifts as well."
+
+
 def say_boundary(effects: Sequence[Mapping], predictor: str) -> str:
     """From which part on, from the least that is trained to the most, the interval of the gain at the deepest horizon lies above zero; which lie below it, and which parts have none."""
     deepest = max(e["horizon"] for e in effects)
@@ -281,7 +292,7 @@ def say_boundary(effects: Sequence[Mapping], predictor: str) -> str:
     if all(e["ci95"] is None for e in mine):
         verdict = "a single seed of each has no interval to tell where it begins"
     else:
-        verdict = f"the first of these with an interval above zero is: {begun}" if begun else "no interval of these lies above zero"
+        verdict = f"the first of these with an interval above zero, by however little, is: {begun}" if begun else "no interval of these lies above zero"
         lower = [e["variation"] for e in mine if e["ci95"] is not None and e["ci95"][1] < 0]
         alone = [e["variation"] for e in mine if e["ci95"] is None]
         verdict += (f"; below zero lies that of {', '.join(lower)}" if lower else "") + (f"; of one seed, and so without an interval, is {', '.join(alone)}" if alone else "")
@@ -292,4 +303,4 @@ def say_against(effects: Sequence[Mapping], least: str, most: str) -> str:
     """What joint training does to one part beside another, by the horizons that both have, of one predictor's `part_effects`."""
     sides = [{e["horizon"]: e["mean"] for e in effects if e["variation"] == part} for part in (least, most)]
     told = ", ".join(f"{100 * sides[0][h]:+z.1f} against {100 * sides[1][h]:+z.1f} points at h = {h}" for h in sides[0] if h in sides[1])
-    return f"Joint against baseline with {least} trained, beside the same with {most}: {told or 'no horizon in common'} (means over seeds)."
+    return f"Joint against baseline with {least} trained, beside the same with {most}: {told or 'no horizon in common'} (means over the seeds of each)."

@@ -46,7 +46,7 @@ def compare(effect: Mapping, reference: float) -> str:
     side = "on the same side" if ours * theirs > 0 else "on the other side" if ours * theirs < 0 else "on neither side"
     size = ", a single seed" if ci95 is None else ", our interval contains zero" if ci95[0] <= 0 <= ci95[1] else f", {abs(ours / theirs):.1f} times its size" if theirs else ""
     within = "; our interval contains its value" if ci95 is not None and ci95[0] <= reference <= ci95[1] else ""
-    return f"{ours:+z.1f} points here, {theirs:+z.1f} in the reference study ({side}{size}{within})"
+    return f"{results.amount(effect['mean'], effect, 'points')} points here, {theirs:+z.1f} in the reference study ({side}{size}{within})"
 
 
 def label(predictor: str) -> str:

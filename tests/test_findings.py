@@ -138,7 +138,7 @@ def test_what_is_zero_lies_on_neither_side_and_has_no_multiple(ours, theirs):
         assert "on neither side" in told and "other side" not in told and "times" not in told and "-0.0" not in told
 
 
-HEADS = ["Does it ", "How much", "What is ", "At what ", "How sure", "Is there", "Can a tr", "What fai"]
+HEADS = ["Does it ", "How much", "What is ", "At what ", "How sure", "Is there", "Can a lo", "What fai"]
 
 
 def test_answers_without_results_say_so_and_with_them_give_every_answer(outputs):

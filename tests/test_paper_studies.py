@@ -132,8 +132,8 @@ def test_where_transfer_begins_is_said_in_the_paper(committed):
 
 @pytest.mark.parametrize("name, text, left", [
     ("07_controls", "2 of 8 post-hoc fits reached the step limit before they converged, so their hit@k is a lower bound: joint, seed 0, linear.", "2 of 8 post-hoc fits reached the step limit before they converged, so their hit@$k$ is a lower bound."),
-    ("13_olmoe_dose", "Joint against baseline under the ranking MLP at h = 4, by what is trained: LoRA +1.0 points; all +2.0 points. From the least to the most, the first of these with an interval above zero is: LoRA.",
-     "Joint against baseline under the ranking MLP at $h=4$, from the least that is trained to the most: the first of these with an interval above zero is: LoRA."),
+    ("13_olmoe_dose", "Joint against baseline under the ranking MLP at h = 4, by what is trained: LoRA +1.0 points; all +2.0 points. From the least to the most, the first of these with an interval above zero, by however little, is: LoRA.",
+     "Joint against baseline under the ranking MLP at $h=4$, from the least that is trained to the most: the first of these with an interval above zero, by however little, is: LoRA."),
     ("12_downstream", "By two standard errors of its items, the baseline model is above chance on PIQA (55.1%, chance 50.0%): a model of this size knows little, and near chance an accuracy says nothing.",
      "By two standard errors of its items, the baseline model is above chance on PIQA."),
     ("11_engine", "Bytes are off most for far_oracle; for no other source by more than 2.18%.", r"Bytes are off most for oracle, far; for no other source by more than 2.18\%."),
