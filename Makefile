@@ -21,7 +21,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 lab: $(INSTALLED)
-	$(BIN)/jupyter lab notebooks --ServerApp.jpserver_extensions=predmoe.lab=True
+	$(BIN)/jupyter lab notebooks --ServerApp.jpserver_extensions=predmoe.lab=True $(if $(filter 0,$(shell id -u)),--allow-root)
 
 # The committed report's profile unless another is named; PAPER_OPTIONS=--any-commit takes results of several commits.
 paper: PROFILE = cpu
