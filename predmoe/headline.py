@@ -290,8 +290,19 @@ def say_candidates(horizons: Mapping | None) -> list[str]:
 
 def say_trained(found: Mapping[str, Mapping]) -> list[str]:
     """Whether predictability can be fitted to a trained model by LoRA (10_olmoe_lora), and with which part of the model transfer begins (13_olmoe_dose), where they have been run."""
-    said = [boundary.say_retrofit(boundary.retrofit_effects(found[TUNED]))] if TUNED in found else []
-    said += [boundary.say_transfer(boundary.ladder_effects(found[PARTS]))] if PARTS in found else []
+    said = []
+    if TUNED in found:
+        tuned = found[TUNED]
+        said += [boundary.say_retrofit(boundary.retrofit_effects(tuned)), f"The trained model is {tuned['provenance']['parameters'].get('checkpoint') or 'a small one of our own'}."]
+        if second := [e for e in tuned["effects"] if e.get("variation") == refit.VARIATION]:
+            said.append(say_by_horizon(second, "Under the ranking MLP of the other loss the fine-tune", "hit@k"))
+    if PARTS in found:
+        parts = found[PARTS]
+        said.append(boundary.say_transfer(boundary.ladder_effects(parts)))
+        if any(row["arm"].startswith(boundary.PARTS["last half of the blocks"]) for row in parts["arms"]):
+            said.append("(Heads of a horizon of half the layers or more read the frozen half where the last half is trained: there a gain is excluded by construction.)")
+        drifts = [e for e in parts["effects"] if e.get("control") == "stock"]
+        said += [boundary.say_price(drifts, row["val_loss"]) for row in parts["arms"] if row["arm"] == "stock" and drifts]
     return said or [f"Not known in this profile: {TUNED} has not been run."]
 
 

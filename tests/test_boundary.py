@@ -126,11 +126,14 @@ def test_where_transfer_begins_is_answered_by_the_same_margin(least, middle, wor
 
 def test_both_notebooks_and_the_reports_first_lines_answer_their_title(without, with_transfer):
     for found, first, begins in ((without, "No: ", "the last half of the blocks"), (with_transfer, "Yes: ", "LoRA")):
-        retrofit, transfer = headline.say_trained(found)
+        retrofit, model, other, transfer, built, price = headline.say_trained(found)
+        assert model == "The trained model is a small one of our own." and other.startswith("Under the ranking MLP of the other loss the fine-tune ")
+        assert built.startswith("(Heads of a horizon of half the layers") and price in found["13_olmoe_dose"]["findings"]
         assert found["10_olmoe_lora"]["findings"][0] == retrofit and retrofit.startswith(first)
         assert transfer in found["13_olmoe_dose"]["findings"] and transfer.startswith(f"At weight 1 transfer begins with {begins}:")
     assert headline.say_trained({}) == ["Not known in this profile: 10_olmoe_lora has not been run."]
-    assert headline.say_trained({"10_olmoe_lora": without["10_olmoe_lora"]}) == [without["10_olmoe_lora"]["findings"][0]]
+    alone = headline.say_trained({"10_olmoe_lora": without["10_olmoe_lora"]})
+    assert len(alone) == 3 and alone[0] == without["10_olmoe_lora"]["findings"][0]
 
 
 def test_a_fine_tune_that_lowers_predictability_retrofits_none():
