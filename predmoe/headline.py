@@ -310,9 +310,10 @@ def say_failed(claims: Sequence[Mapping]) -> list[str]:
     """How many verdicts there are of each kind, the claims that were not replicated with the reason, and what those in part have."""
     words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
     by_word = {word: [claim for claim in claims if claim["verdict"] == word] for word in words}
-    failed = by_word[stats.NOT_REPLICATED]
-    counts = ", ".join(f"{len(by_word[word])} {word}" for word in words)
-    said = [f"{len(failed) or 'None'} of the {len(claims) - len(by_word[stats.NOT_TESTED])} claims that were tested ({counts})."]
+    failed, tested = by_word[stats.NOT_REPLICATED], len(claims) - len(by_word[stats.NOT_TESTED])
+    counts = ", ".join(f"{len(by_word[word])} {word}" for word in words[:3])   # which add up to those that were tested
+    left = f"; {len(claims) - tested} more {'is' if len(claims) - tested == 1 else 'are'} not tested" if tested < len(claims) else ""
+    said = [f"{len(failed) or 'None'} of the {tested} claims that were tested ({counts}){left}." if tested else f"Not known: none of the {len(claims)} claims has been tested."]
     said += [f"“{claim['statement'].rstrip('.')}”: {deciding.reason(claim)}." for claim in failed]
     unclear = (stats.NOTHING_EXCLUDED, stats.NOTHING_ESTABLISHED)
     open_ones = sum(all(any(words in part["why"] for words in unclear) for part in claim.get("parts", [claim])) for claim in failed)

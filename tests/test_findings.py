@@ -1,5 +1,7 @@
 """Tables and sentences made of results: paired, corrected, named once, and following the data."""
 
+import re
+
 import numpy as np
 import pytest
 from fake_measurements import finished, measurement, study
@@ -325,6 +327,20 @@ def test_a_claim_of_parts_is_not_counted_among_those_of_another_size():
     told = headline.say_failed([size, size, size | {"parts": [{"verdict": stats.PARTLY, "why": size["why"]}]}])
     assert told[-1] == "Of the 3 that are replicated in part, 2 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which did."
     assert headline.say_failed([size])[-1] == "Of the 1 that are replicated in part, 1 hold in direction and differ more than twofold in size."
+
+
+@pytest.mark.parametrize("counts, words", [
+    ((6, 13, 4, 6), "4 of the 23 claims that were tested (6 replicated, 13 partly, 4 not replicated); 6 more are not tested."),
+    ((2, 0, 0, 1), "None of the 2 claims that were tested (2 replicated, 0 partly, 0 not replicated); 1 more is not tested."),
+    ((1, 0, 1, 0), "1 of the 2 claims that were tested (1 replicated, 0 partly, 1 not replicated)."), ((0, 0, 0, 3), "Not known: none of the 3 claims has been tested."),
+])  # fmt: skip
+def test_the_verdicts_in_brackets_add_up_to_the_claims_that_were_tested(counts, words):
+    verdicts = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
+    claims = [{"verdict": word, "why": "so", "statement": "It is."} for word, count in zip(verdicts, counts) for _ in range(count)]
+    first = headline.say_failed(claims)[0]
+    assert first == words
+    if bracket := re.search(r"of the (\d+) claims .*\((.*)\)", first):
+        assert int(bracket[1]) == sum(map(int, re.findall(r"\d+", bracket[2]))) == sum(counts[:3])
 
 
 def test_every_claim_that_is_replicated_in_part_is_accounted_for():
