@@ -69,8 +69,7 @@ def reason(claim: Mapping) -> str:
     """Why a claim has its verdict, for reading: of the names of effects that may end a reason only the horizons; of several parts, each part's reason."""
     if not (parts := claim.get("parts")) or not claim["effects"]:
         return plain_reason(claim["why"])
-    held = sum(part["verdict"] == stats.REPLICATED for part in parts)
-    return f"{held} of {len(parts)} parts replicated. " + "; ".join(f"{part['name']}: {part['verdict']} ({plain_reason(part['why'])})" for part in parts)
+    return f"{stats.count_parts([part['verdict'] for part in parts])}. " + "; ".join(f"{part['name']}: {part['verdict']} ({plain_reason(part['why'])})" for part in parts)
 
 
 def plain_reason(why: str) -> str:

@@ -328,6 +328,8 @@ def say_partly(partly: Sequence[Mapping]) -> list[str]:
     sizes = [claim for claim in partly if deciding.other_size(claim) is not None]
     several = [claim for claim in partly if claim.get("parts")]
     told = [f"{len(sizes)} hold in direction and differ more than twofold in size"] if sizes else []
-    told += [f"{len(several)} {'consists' if len(several) == 1 else 'consist'} of several parts, not all of which did"] if several else []
+    broken = sum(all(part["verdict"] != stats.REPLICATED for part in claim["parts"]) for claim in several)
+    none = f" (of {broken} none is, but one at least is partly)" if broken else ""
+    told += [f"{len(several)} {'consists' if len(several) == 1 else 'consist'} of several parts, not all of which are replicated{none}"] if several else []
     told += [f"“{claim['statement'].rstrip('.')}”: {deciding.reason(claim)}" for claim in partly if claim not in sizes and claim not in several]
     return [f"Of the {len(partly)} that are replicated in part, {'; '.join(told)}."]

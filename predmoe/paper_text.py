@@ -173,8 +173,7 @@ def reason(claim: Mapping) -> str:
     parts = claim.get("parts", [])
     if not parts:
         return prose(deciding.plain_reason(claim["why"]))
-    held = sum(part["verdict"] == stats.REPLICATED for part in parts)
-    return prose(f"{held} of {len(parts)} parts replicated: " + "; ".join(f"{part['name']}, {VERDICTS[part['verdict']]}" for part in parts))
+    return prose(f"{stats.count_parts([part['verdict'] for part in parts])}: " + "; ".join(f"{part['name']}, {VERDICTS[part['verdict']]}" for part in parts))
 
 
 # --- sentences ---------------------------------------------------------------------------------------------------------

@@ -325,7 +325,7 @@ def test_the_reference_effects_are_differences_of_its_own_levels():
 def test_a_claim_of_parts_is_not_counted_among_those_of_another_size():
     size = {"verdict": stats.PARTLY, "why": f"every interval excludes zero; {stats.OTHER_SIZE}: h = 1", "statement": "It helps."}
     told = headline.say_failed([size, size, size | {"parts": [{"verdict": stats.PARTLY, "why": size["why"]}]}])
-    assert told[-1] == "Of the 3 that are replicated in part, 2 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which did."
+    assert told[-1] == "Of the 3 that are replicated in part, 2 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which are replicated (of 1 none is, but one at least is partly)."
     assert headline.say_failed([size])[-1] == "Of the 1 that are replicated in part, 1 hold in direction and differ more than twofold in size."
 
 
@@ -346,8 +346,8 @@ def test_the_verdicts_in_brackets_add_up_to_the_claims_that_were_tested(counts, 
 def test_every_claim_that_is_replicated_in_part_is_accounted_for():
     size = {"verdict": stats.PARTLY, "why": f"every interval excludes zero; {stats.OTHER_SIZE}: h = 1", "statement": "It helps."}
     wide = {"verdict": stats.PARTLY, "why": "an interval reaches beyond 2 points, but none that does excludes zero", "statement": "It harms nobody."}
-    parts = {"verdict": stats.PARTLY, "why": "", "statement": "Both.", "parts": [{"verdict": stats.PARTLY, "why": ""}], "effects": []}
+    parts = {"verdict": stats.PARTLY, "why": "", "statement": "Both.", "parts": [{"verdict": word, "why": ""} for word in (stats.REPLICATED, stats.NOT_REPLICATED)], "effects": []}
     said = headline.say_failed([size, wide, parts])[-1]
-    assert said == ("Of the 3 that are replicated in part, 1 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which did; "
+    assert said == ("Of the 3 that are replicated in part, 1 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which are replicated; "
                     "“It harms nobody”: an interval reaches beyond 2 points, but none that does excludes zero.")  # fmt: skip
     assert headline.say_failed([wide])[-1].startswith("Of the 1 that are replicated in part, “It harms nobody”") and "in part" not in headline.say_failed([])[-1]
