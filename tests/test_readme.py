@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from predmoe import paths, readme
+from predmoe import paths, readme, results
 
 
 def test_the_computed_parts_are_up_to_date():
@@ -17,6 +17,15 @@ def test_every_link_points_at_a_file_of_the_repository():
     assert links
     missing = [link for link in links if "://" not in link and not (paths.ROOT / link).exists()]
     assert not missing
+
+
+def test_every_profile_is_named_and_one_that_few_notebooks_have_with_these():
+    text = readme.README.read_text()
+    for profile in paths.profiles():
+        assert f"`{profile}`" in text and f"`{profile}`" in results.glossary(), profile
+        having = sorted(path.parent.name for path in paths.PARAMS.glob(f"*/{profile}.yaml"))
+        if 0 < len(having) < len(list(paths.PARAMS.iterdir())) // 2:
+            assert f"`{profile}`, which {' and '.join(f'`{name}`' for name in having)} alone have" in text
 
 
 def test_the_goal_of_the_training_step_is_judged_by_what_was_measured():
