@@ -28,6 +28,13 @@ def test_every_profile_is_named_and_one_that_few_notebooks_have_with_these():
             assert f"`{profile}`, which {' and '.join(f'`{name}`' for name in having)} alone have" in text
 
 
+def test_it_names_the_notebook_that_decides_a_claim():
+    """As the committed results decide it (`claims.deciding`)."""
+    told = re.findall(r"`([a-z-]+)`, which `(\d\d_\w+)`\s+decides", readme.README.read_text())
+    decided, specs = {claim["id"]: claim["notebook"] for claim in results.load_claims("cpu")}, {spec["id"]: spec["notebook"] for spec in results.claim_specs()}
+    assert told and {name: decided[name] for name, _ in told} == dict(told) and all("06_seeds" in specs[name] for name, _ in told)
+
+
 def test_the_goal_of_the_training_step_is_judged_by_what_was_measured():
     def row(ours, peer, products):
         return {"peer": "p", "contenders": [{"name": "ours", "tokens_per_second": ours}, {"name": "p", "tokens_per_second": peer}, {"name": "q", "failed": "a CUDA kernel"}],
