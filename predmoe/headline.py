@@ -142,9 +142,7 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
     by_kind = _by_version(result)
     others = [e for variant, e in by_kind["ranking"].items() if variant != "all mended"]
     if others:
-        low, high = min(e["mean"] for e in others), max(e["mean"] for e in others)
-        clear = sum(bool(e["ci95"]) and (e["ci95"][0] > 0 or e["ci95"][1] < 0) for e in others)
-        said.append(f"{len(others)} other version{'s' if len(others) > 1 else ''} of the simulator give{'' if len(others) > 1 else 's'} {100 * low:+z.2f}% to {100 * high:+z.2f}%, {clear or 'none'} with an interval that excludes zero.")
+        said.append(_others(others))
     if linear := by_kind["linear"].get("all mended"):
         said.append(f"With linear predictors, by which the claims are judged, it is worth {results.effect_text(linear, 'percent')}.")
     if disks := _by_disk(found):
@@ -152,6 +150,20 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
         slow = "nothing" if not round(100 * beyond["mean"], 2) else f"{100 * beyond['mean']:+z.2f}%"
         said.append(f"On a disk whose reads outlast a layer ({known['sensitivity']['beyond_gb_per_s']:g} GB/s) it is worth {slow}.")
     return said
+
+
+def _others(effects: Sequence[Mapping]) -> str:
+    """What other versions of the simulator give, and how many of their intervals exclude zero."""
+    n = len(effects)
+    means = " to ".join(dict.fromkeys(f"{100 * e['mean']:+z.2f}%" for e in sorted(effects, key=lambda e: e["mean"])[:: max(n - 1, 1)]))
+    given = f"Another version of the simulator gives {means}" if n == 1 else f"{n} other versions of the simulator give {means}"
+    if any(e["ci95"] is None for e in effects):
+        return f"{given}, in one seed, untested."
+    clear = sum(e["ci95"][0] > 0 or e["ci95"][1] < 0 for e in effects)
+    if n == 1:
+        return f"{given}, by an interval that {'excludes' if clear else 'contains'} zero."
+    whose = f"{clear} of {n} intervals exclude{'s' if clear == 1 else ''} zero" if 0 < clear < n else f"{'both' if n == 2 else 'all'} intervals {'exclude' if clear else 'contain'} zero"
+    return f"{given}; {whose}."
 
 
 def say_machine(found: Mapping[str, Mapping]) -> list[str]:

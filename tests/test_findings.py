@@ -222,9 +222,19 @@ def test_what_it_is_worth_by_other_versions_of_the_simulator_is_said_too(named):
     ours = [effect(kind, variant, mean, results.OURS) for kind, variant, mean in (("linear", "all mended", 0.008), ("ranking", "as published", -0.002), ("ranking", "all mended", 0.011), ("ranking", "unchecked", 0.007))]
     found["05_cache_simulation"]["effects"] = [*ours, *theirs] if named else [*theirs, *ours]
     told = headline.say_worth(found)
-    assert "2 other versions of the simulator give -0.20% to +0.70%, 1 with an interval that excludes zero." in told
+    assert "2 other versions of the simulator give -0.20% to +0.70%; 1 of 2 intervals excludes zero." in told
     assert "With linear predictors, by which the claims are judged, it is worth +0.80% [+0.45, +1.15]." in told
     assert headline.say_machine(found)[1] == "By other versions of the simulator, with ranking predictors: as published -0.20% [-0.55, +0.15]; unchecked +0.70% [+0.35, +1.05]."
+
+
+@pytest.mark.parametrize("means, words", [
+    ((0.006,), "Another version of the simulator gives +0.60%, by an interval that excludes zero."), ((0.001,), "Another version of the simulator gives +0.10%, by an interval that contains zero."),
+    ((0.008, 0.006), "2 other versions of the simulator give +0.60% to +0.80%; both intervals exclude zero."), ((0.001, -0.001), "2 other versions of the simulator give -0.10% to +0.10%; both intervals contain zero."),
+    ((0.008, -0.006, 0.001), "3 other versions of the simulator give -0.60% to +0.80%; 2 of 3 intervals exclude zero."), ((0.008, 0.008, 0.008), "3 other versions of the simulator give +0.80%; all intervals exclude zero."),
+])  # fmt: skip
+def test_how_many_intervals_of_other_versions_exclude_zero_is_said_whatever_their_number(means, words):
+    assert headline._others([{"mean": mean, "ci95": [mean - 0.0035, mean + 0.0035]} for mean in means]) == words
+    assert headline._others([{"mean": mean, "ci95": None} for mean in means]).endswith("%, in one seed, untested.")
 
 
 @pytest.mark.parametrize("means, held, words", [
