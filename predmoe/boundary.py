@@ -200,15 +200,16 @@ def say_transfer(effects: Sequence[Mapping]) -> str:
     found = {part: judge(group) for part, group in by_part.items()}
     names, weight = list(found), next(iter(by_part.values()))[0]["treatment"].split()[-1]
     begun, margin = next((part for part in names if found[part] == "shown"), None), margins()
+    order = ", ".join(_the([part]) for part in names)
     if begun:
         sure = all(found[part] == "excluded" for part in names[: names.index(begun)])
-        said = [f"At weight {weight} transfer begins with {_the([begun])}{'' if sure else ', at the latest'}: of what is trained, from the least to the most, "
+        said = [f"At weight {weight} transfer begins with {_the([begun])}{'' if sure else ', at the latest'}: of what is trained, from the least to the most ({order}), "
                 f"the first to raise hit@k by more than {_limit()}.",
                 f"That is so {_listed([e for e in by_part[begun] if e['ci95'][0] > margin[e['predictor']]])}."]  # fmt: skip
     elif set(found.values()) == {"untested"}:
         said = [f"Where transfer begins at weight {weight} is not known: single seeds test nothing."]
     else:
-        said = [f"Transfer is not shown to begin at weight {weight}: nothing that is trained raises hit@k by more than {_limit()} by an interval."]
+        said = [f"Transfer is not shown to begin at weight {weight}: nothing that is trained ({order}) raises hit@k by more than {_limit()} by an interval."]
     rest = {state: [part for part in names if found[part] == state and part != begun] for state in ("shown", "excluded", "open", "untested")}
     words = {"shown": "So does training", "excluded": "That much is excluded with", "open": "That much is neither shown nor excluded with"}
     said += [f"{told} {_the(rest[state])}." for state, told in words.items() if rest[state]]

@@ -119,9 +119,16 @@ def test_where_transfer_begins_is_answered_by_the_same_margin(least, middle, wor
     alone = [effect(name, 4, 0.1, 0.1, variation="pretraining") | {"ci95": None, "p_holm": None, "n": 1} for name in boundary.FRESH]
     told = boundary.say_transfer([*effects, *alone])
     assert told.startswith(words[0]) and all(part in told for part in words)
+    assert "of what is trained, from the least to the most (LoRA, the last half of the blocks, all weights, pretraining), the first to raise" in told
     assert told.endswith("Of pretraining there is a single seed and so no interval: +10.0 points under the ranking MLP at h = 4.")
-    assert boundary.say_transfer([e for e in effects if e["variation"] == "LoRA"]).startswith("Transfer is not shown to begin at weight 1: ")
+    assert boundary.say_transfer([e for e in effects if e["variation"] == "LoRA"]).startswith("Transfer is not shown to begin at weight 1: nothing that is trained (LoRA) raises")
     assert boundary.say_transfer(alone).startswith("Where transfer begins at weight 1 is not known: single seeds test nothing.")
+
+
+def test_the_order_from_the_least_to_the_most_is_that_of_the_parameters_that_the_committed_fine_tunes_train():
+    rows = results.load("cpu", "13_olmoe_dose")["arms"]
+    trained = [row["trained"]["parameters"] for prefix in boundary.parts_of(rows).values() for row in rows if row["arm"] == f"{prefix}baseline" and "trained" in row]
+    assert trained == sorted(trained) and len(set(trained)) == 3
 
 
 def test_both_notebooks_and_the_reports_first_lines_answer_their_title(without, with_transfer):
