@@ -56,7 +56,8 @@ def lines(measured: Mapping, measure: Mapping | None) -> list[str]:
     fewest, most = min(e["n"] for e in effects), max(e["n"] for e in effects)
     seeds = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' if most > 1 else ''}"
     places = [_whole(f"h = {h}: ") for h in measure.get("horizons", [])] or [f"{a} minus {b}: " for a, b in measure.get("pairs", [])] or [""]
-    return [f"{compared(measure)}, {seeds}:", *(place + _whole(deciding.effect_text(e, e["unit"])) for place, e in zip(places, effects, strict=True))]
+    fit = f" (fitted by {measured['fit']})" if "fit" in measured else ""
+    return [f"{compared(measure)}{fit}, {seeds}:", *(place + _whole(deciding.effect_text(e, e["unit"])) for place, e in zip(places, effects, strict=True))]
 
 
 def _whole(text: str) -> str:
@@ -75,7 +76,7 @@ def rows(claims: Iterable[Mapping]) -> list[dict]:
         found.append(shared | {"statement": claim["statement"], "verdict": claim["verdict"], "why": why, "reference": claim["reference"], "part": False, "several": bool(parts),
                                "lines": [f"{len(parts)} parts, a row each below"] if parts else lines(claim, spec.get("measure"))})  # fmt: skip
         measures = {part["name"]: part["measure"] for part in spec.get("parts", [])}
-        found += [shared | {"statement": part["name"], "verdict": part["verdict"], "why": deciding.plain_reason(part["why"]), "reference": "", "part": True, "several": False,
+        found += [shared | {"statement": deciding.part_name(part), "verdict": part["verdict"], "why": deciding.plain_reason(part["why"]), "reference": "", "part": True, "several": False,
                             "lines": lines(part, measures.get(part["name"]))} for part in parts]  # fmt: skip
     return found
 

@@ -305,11 +305,12 @@ def say_trained(found: Mapping[str, Mapping]) -> list[str]:
     said = []
     if TUNED in found:
         tuned = found[TUNED]
-        said += [boundary.say_retrofit(boundary.retrofit_effects(tuned)), f"The trained model is {tuned['provenance']['parameters'].get('checkpoint') or 'a small one of our own'}."]
+        said += [boundary.say_retrofit(boundary.retrofit_effects(tuned)), f"The trained model is {tuned['provenance']['parameters'].get('checkpoint') or 'a small one of our own'}.", refit.say_judge(deciding.ranking_loss(tuned))]
         if second := [e for e in tuned["effects"] if e.get("variation") == refit.VARIATION]:
             said.append(say_by_horizon(second, "Under the ranking MLP of the other loss the fine-tune", "hit@k"))
     if PARTS in found:
         parts = found[PARTS]
+        said += [judge for judge in [refit.say_judge(deciding.ranking_loss(parts))] if judge not in said]   # else said above
         said.append(boundary.say_transfer(boundary.ladder_effects(parts)))
         if any(row["arm"].startswith(boundary.PARTS["last half of the blocks"]) for row in parts["arms"]):
             said.append("(Heads of a horizon of half the layers or more read the frozen half where the last half is trained: there a gain is excluded by construction.)")

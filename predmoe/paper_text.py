@@ -173,7 +173,7 @@ def reason(claim: Mapping) -> str:
     parts = claim.get("parts", [])
     if not parts:
         return prose(deciding.plain_reason(claim["why"]))
-    return prose(f"{stats.count_parts([part['verdict'] for part in parts])}: " + "; ".join(f"{part['name']}, {VERDICTS[part['verdict']]}" for part in parts))
+    return prose(f"{stats.count_parts([part['verdict'] for part in parts])}: " + "; ".join(f"{deciding.part_name(part)}, {VERDICTS[part['verdict']]}" for part in parts))
 
 
 # --- sentences ---------------------------------------------------------------------------------------------------------

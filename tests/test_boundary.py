@@ -6,7 +6,7 @@ import pytest
 from fake_measurements import measurement
 from figures import cut_off
 
-from predmoe import boundary, claims, cli, config, execute, experiments, headline, paths, plan, plots_controls, results, studies
+from predmoe import boundary, claim_words, claims, cli, config, execute, experiments, headline, paper_text, paths, plan, plots_controls, results, studies
 from predmoe.config import ConfigError
 
 NAMES = ("10_olmoe_lora", "13_olmoe_dose")
@@ -133,14 +133,31 @@ def test_the_order_from_the_least_to_the_most_is_that_of_the_parameters_that_the
 
 def test_both_notebooks_and_the_reports_first_lines_answer_their_title(without, with_transfer):
     for found, first, begins in ((without, "No: ", "the last half of the blocks"), (with_transfer, "Yes: ", "LoRA")):
-        retrofit, model, other, transfer, built, price = headline.say_trained(found)
+        retrofit, model, judge, other, transfer, built, price = headline.say_trained(found)
+        assert "(`margin_all`)" in judge and all(judge in found[name]["findings"] for name in NAMES)
         assert model == "The trained model is a small one of our own." and other.startswith("Under the ranking MLP of the other loss the fine-tune ")
         assert built.startswith("(Heads of a horizon of half the layers") and price in found["13_olmoe_dose"]["findings"]
         assert found["10_olmoe_lora"]["findings"][0] == retrofit and retrofit.startswith(first)
         assert transfer in found["13_olmoe_dose"]["findings"] and transfer.startswith(f"At weight 1 transfer begins with {begins}:")
     assert headline.say_trained({}) == ["Not known in this profile: 10_olmoe_lora has not been run."]
     alone = headline.say_trained({"10_olmoe_lora": without["10_olmoe_lora"]})
-    assert len(alone) == 3 and alone[0] == without["10_olmoe_lora"]["findings"][0]
+    assert len(alone) == 4 and alone[0] == without["10_olmoe_lora"]["findings"][0]
+
+
+def test_by_which_loss_the_ranking_mlp_was_fitted_is_said_where_it_is_not_the_reference_studys(without):
+    claim = without["claims"]["no-retrofit"]
+    assert {part["name"]: part.get("fit") for part in claim["parts"]} == {"ranking MLP": "margin_all", "linear": None} and "fit" not in claim
+    row, linear = claim_words.table([claim]).iloc[1:].itertuples()
+    assert row[2] == "↳ part: ranking MLP (fitted by margin_all)" and row[3].startswith("joint 0.1 minus baseline: hit@k of a fresh ranking MLP (fitted by margin_all), 3 seeds:")
+    assert "fitted" not in linear[2] + linear[3] and "ranking MLP (fitted by margin_all): replicated (" in claims.reason(claim) and "ranking MLP (fitted by margin\\_all), replicated" in paper_text.reason(claim)
+    spec, fitted = next(spec for spec in results.claim_specs() if spec["id"] == "no-retrofit"), lambda name, **asked: without[name] | {"provenance": {"parameters": without[name]["provenance"]["parameters"] | asked}}
+    for as_published in (fitted("10_olmoe_lora", ranking_loss="margin"), fitted("10_olmoe_lora", posthoc={"ranking_loss": "margin"})):
+        assert not any("fit" in part for part in claims.evaluate(spec, {"10_olmoe_lora": as_published})["parts"])
+    whole = spec | spec["parts"][0]
+    del whole["parts"]
+    assert claims.evaluate(whole, without)["fit"] == "margin_all"
+    other = headline.say_trained({"10_olmoe_lora": without["10_olmoe_lora"], "13_olmoe_dose": fitted("13_olmoe_dose", ranking_loss="margin")})
+    assert sum(sentence.startswith("The ranking MLP is the one fitted ") for sentence in other) == 2
 
 
 def test_a_fine_tune_that_lowers_predictability_retrofits_none():
