@@ -174,6 +174,7 @@ def test_the_drift_table_has_whole_counts_and_words_and_the_figure_a_unit_in_eac
     shown = boundary.drifts_table(table).set_index("arm")
     assert shown["parameters trained"].tolist()[0] == "100" and shown["of these in experts"].tolist()[0] == "60" and shown.seeds.tolist() == [3] * len(shown)
     assert "joint 1 (all weights)" in shown.index and "baseline (last half of the blocks)" in shown.index and "joint 0.1" in shown.index
+    assert "change of router entropy (% of its maximum)" in shown.columns and not any("point" in name for name in shown.columns)
     assert not set(shown.columns) & set(table.columns) and not any("_" in name for name in shown.columns)
     assert shown["experts kept (% of k)"]["baseline"] == f"{100 * table[table.arm == 'baseline'].kept.mean():.1f}" and shown["change of validation loss (nats/token)"]["baseline"].startswith("-0.")
     panels = boundary.drift_panels(table)
@@ -211,6 +212,15 @@ def test_drift_and_the_heads_gap_are_in_the_results(without):
     loss = next(e for e in found["effects"] if e["name"] == "baseline - stock model, validation loss")
     assert kept["mean"] == pytest.approx(-0.1, abs=0.02) and kept["n"] == 3 and loss["mean"] < 0
     assert any(sentence.startswith("Against the stock model the arm joint 0.1 keeps") for sentence in found["findings"])
+
+
+def test_a_change_of_entropy_is_told_in_its_maximum_and_not_in_points_which_are_of_hit(without):
+    told = boundary.say_drift(boundary.drift_effects(without["13_olmoe_dose"]["arms"]))
+    assert told and not any("point" in sentence for sentence in told)
+    (one,) = boundary.say_drift([{"treatment": "joint 1", "metric": name, "mean": mean, "ci95": ci95, "n": 3} for name, mean, ci95 in (
+        ("kept", -0.1, [-0.2, -0.0]), ("router_entropy_fraction", -0.0011, [-0.0018, -0.0004]), ("load_entropy", 0.002, [0.001, 0.003]), ("val_loss", -0.01, [-0.02, -0.001]))])
+    assert one == ("Against the stock model the arm joint 1 keeps 90.0% of a token's experts; router entropy -0.11% of its maximum [-0.18, -0.04], load entropy +0.20% of its maximum [+0.10, +0.30], "
+                   "validation loss -0.0100 nats [-0.0200, -0.0010] (3 seeds).")  # fmt: skip
 
 
 def test_the_reference_studys_fine_tunes_are_differences_of_its_levels():
