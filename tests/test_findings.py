@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fake_measurements import finished, measurement, study
 
-from predmoe import experiments, findings, headline, measurements, paths, refit, results, stats
+from predmoe import experiments, findings, headline, measurements, overview, paths, refit, results, stats
 
 
 # --- experiments: tables and sentences -------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_answers_figure_claims_and_paper_stand_on_the_experiment_with_most_seeds
         found = results.load_all("smoke")
         claim = next(claim for claim in results.update_claims("smoke") if claim["id"] == "ranking-gain")
         lines = headline.answers(results.load_claims("smoke"), found)
-        hits, effects, costs = experiments.summary_tables(found)
+        hits, effects, costs = overview.summary_tables(found)
         means = effects.set_index(["arm", "horizon"])["mean"]
         assert experiments.primary(found) == claim["notebook"] == paper_figures.FIGURES["summary"].of(found) == name
         assert f"({name})" in lines[4] and f"{100 * gain + 0.2:+.2f} points" in lines[0] and claim["n"] == 5
