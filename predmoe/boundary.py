@@ -22,6 +22,7 @@ DRIFT = {
     "attention": ("change of attention", "relative"), "router_entropy_fraction": ("router entropy", "share"), "load_entropy": ("load entropy", "share"),
     "val_loss": ("validation loss", "nats/token"),
 }  # fmt: skip
+OF_MAXIMUM = "% of its maximum"   # what a change of an entropy is in: a point is one of hit@k
 DRIFT_OF = {"kept": "% of k", "router": "% of their norm", "experts": "% of their norm", "attention": "% of its norm"}   # of DRIFT what is a share, and of what
 
 
@@ -69,7 +70,7 @@ def drifts_table(table: pd.DataFrame) -> pd.DataFrame:
         counts = {words: f"{round(part[name].mean()):,}" for name, words in (("trained", "parameters trained"), ("of which experts", "of these in experts"))}
         shares = {f"{DRIFT[name][0]} ({of})": f"{100 * part[name].mean():.1f}" for name, of in DRIFT_OF.items()}
         moved = {f"change of {DRIFT[name][0]} ({unit})": f"{scale * part[name].mean():+z.{digits}f}" for name, unit, scale, digits in (
-            ("router_entropy_fraction", "points", 100, 2), ("load_entropy", "points", 100, 2), ("val_loss", "nats/token", 1, 4))}  # fmt: skip
+            ("router_entropy_fraction", OF_MAXIMUM, 100, 2), ("load_entropy", OF_MAXIMUM, 100, 2), ("val_loss", "nats/token", 1, 4))}  # fmt: skip
         return {"seeds": len(part)} | counts | shares | moved
 
     return pd.DataFrame([{"arm": named(arm)} | cells(part) for arm, part in table.groupby("arm", sort=False)])
@@ -200,15 +201,16 @@ def say_transfer(effects: Sequence[Mapping]) -> str:
     found = {part: judge(group) for part, group in by_part.items()}
     names, weight = list(found), next(iter(by_part.values()))[0]["treatment"].split()[-1]
     begun, margin = next((part for part in names if found[part] == "shown"), None), margins()
+    order = ", ".join(_the([part]) for part in names)
     if begun:
         sure = all(found[part] == "excluded" for part in names[: names.index(begun)])
-        said = [f"At weight {weight} transfer begins with {_the([begun])}{'' if sure else ', at the latest'}: of what is trained, from the least to the most, "
+        said = [f"At weight {weight} transfer begins with {_the([begun])}{'' if sure else ', at the latest'}: of what is trained, from the least to the most ({order}), "
                 f"the first to raise hit@k by more than {_limit()}.",
                 f"That is so {_listed([e for e in by_part[begun] if e['ci95'][0] > margin[e['predictor']]])}."]  # fmt: skip
     elif set(found.values()) == {"untested"}:
         said = [f"Where transfer begins at weight {weight} is not known: single seeds test nothing."]
     else:
-        said = [f"Transfer is not shown to begin at weight {weight}: nothing that is trained raises hit@k by more than {_limit()} by an interval."]
+        said = [f"Transfer is not shown to begin at weight {weight}: nothing that is trained ({order}) raises hit@k by more than {_limit()} by an interval."]
     rest = {state: [part for part in names if found[part] == state and part != begun] for state in ("shown", "excluded", "open", "untested")}
     words = {"shown": "So does training", "excluded": "That much is excluded with", "open": "That much is neither shown nor excluded with"}
     said += [f"{told} {_the(rest[state])}." for state, told in words.items() if rest[state]]
@@ -267,8 +269,8 @@ def say_drift(effects: Sequence[Mapping]) -> list[str]:
     found = []
     for arm in dict.fromkeys(e["treatment"] for e in effects):
         mine = {e["metric"]: e for e in effects if e["treatment"] == arm}
-        changes = ", ".join(f"{DRIFT[name][0]} {_moved(mine[name], unit)}" for name, unit in (
-            ("router_entropy_fraction", "points"), ("load_entropy", "points"), ("val_loss", "nats")))
+        changes = ", ".join(f"{DRIFT[name][0]} {text}" for name, text in (
+            *((name, _moved(mine[name], "points").replace(" points", OF_MAXIMUM)) for name in ("router_entropy_fraction", "load_entropy")), ("val_loss", _moved(mine["val_loss"], "nats"))))
         found.append(f"Against the stock model the arm {named(arm)} keeps {100 * (1 + mine['kept']['mean']):.1f}% of a token's experts; {changes} ({_seeds(mine['kept'])}).")
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import pandas as pd
 
 from . import claims as deciding
-from . import results
+from . import results, stats
 
 METRICS = {
     "hit.ranking": "hit@k of a fresh ranking MLP", "hit.linear": "hit@k of a fresh linear predictor", "hit.cotrained": "hit@k of the co-trained head",
@@ -56,7 +56,8 @@ def lines(measured: Mapping, measure: Mapping | None) -> list[str]:
     fewest, most = min(e["n"] for e in effects), max(e["n"] for e in effects)
     seeds = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' if most > 1 else ''}"
     places = [_whole(f"h = {h}: ") for h in measure.get("horizons", [])] or [f"{a} minus {b}: " for a, b in measure.get("pairs", [])] or [""]
-    return [f"{compared(measure)}, {seeds}:", *(place + _whole(deciding.effect_text(e, e["unit"])) for place, e in zip(places, effects, strict=True))]
+    fit = f" (fitted by {measured['fit']})" if "fit" in measured else ""
+    return [f"{compared(measure)}{fit}, {seeds}:", *(place + _whole(deciding.effect_text(e, e["unit"])) for place, e in zip(places, effects, strict=True))]
 
 
 def _whole(text: str) -> str:
@@ -66,17 +67,16 @@ def _whole(text: str) -> str:
 
 def rows(claims: Iterable[Mapping]) -> list[dict]:
     """The rows of the claims table, headline claims first: statement, verdict, why, lines (`lines`), reference, notebook, headline, ran (whether the
-    notebook was executed), part (True: of the claim above it)."""
+    notebook was executed), part (True: of the claim above it), several (True: its parts follow)."""
     specs, found = {spec["id"]: spec for spec in results.claim_specs()}, []
     for claim in sorted(claims, key=lambda claim: not claim["headline"]):
         spec, parts = specs.get(claim["id"], {}), claim.get("parts", []) if claim["effects"] else []
         shared = {"notebook": claim["notebook"], "headline": claim["headline"], "ran": claim["why"] != deciding.not_run(claim["notebook"])}
-        held = sum(part["verdict"] == deciding.stats.REPLICATED for part in parts)
-        why = f"{held} of {len(parts)} parts replicated" if parts else deciding.reason(claim)
-        found.append(shared | {"statement": claim["statement"], "verdict": claim["verdict"], "why": why, "reference": claim["reference"], "part": False,
+        why = stats.count_parts([part["verdict"] for part in parts]) if parts else deciding.reason(claim)
+        found.append(shared | {"statement": claim["statement"], "verdict": claim["verdict"], "why": why, "reference": claim["reference"], "part": False, "several": bool(parts),
                                "lines": [f"{len(parts)} parts, a row each below"] if parts else lines(claim, spec.get("measure"))})  # fmt: skip
         measures = {part["name"]: part["measure"] for part in spec.get("parts", [])}
-        found += [shared | {"statement": part["name"], "verdict": part["verdict"], "why": deciding.plain_reason(part["why"]), "reference": "", "part": True,
+        found += [shared | {"statement": deciding.part_name(part), "verdict": part["verdict"], "why": deciding.plain_reason(part["why"]), "reference": "", "part": True, "several": False,
                             "lines": lines(part, measures.get(part["name"]))} for part in parts]  # fmt: skip
     return found
 
@@ -86,7 +86,7 @@ def table(claims: Iterable[Mapping]) -> pd.DataFrame:
     columns = ["verdict", "claim of the reference study", "measured here, with 95% interval", "reference", "notebook"]
 
     def cells(row: Mapping) -> list[str]:
-        measured = "\n".join(row["lines"])
+        measured = "\n".join([*row["lines"], *([row["why"]] if row["several"] else [])])
         if row["part"]:
             return [row["verdict"], f"↳ part: {row['statement']}", measured, "", ""]
         return [row["verdict"], row["statement"], measured, row["reference"], row["notebook"] + ("" if row["ran"] else " (not run)")]

@@ -18,6 +18,7 @@ from .config import ConfigError
 UNITS = {"points": (100, 1, " points"), "percent": (100, 2, "%"), "nats": (1, 4, " nats")}   # factor, fewest decimals, name
 FINER = 2    # decimals that a narrow interval may have beyond its unit's own
 STEPS = 10   # of its last decimal that an interval is wide at least, where FINER allows: two digits of its width
+REFERENCE_LOSS = "margin"   # of PosthocConfig.ranking_loss, the reference study's
 RULES = {"direction": stats.verdict, "absent": stats.verdict_absent, "at_most": stats.verdict_at_most}
 
 
@@ -29,18 +30,19 @@ def evaluate(spec: Mapping, results: Mapping[str, Mapping]) -> dict:
     """One entry of claims.json from one of claims.yaml and the results by experiment; which of its notebooks decides says `deciding`."""
     ran = deciding(spec["notebook"], results)
     notebook = ran or spec["notebook"][-1]
-    arms = results[ran]["arms"] if ran else None
-    parts = [_part(part, arms, notebook) for part in spec.get("parts", [spec])]
+    arms, loss = (results[ran]["arms"], ranking_loss(results[ran])) if ran else (None, REFERENCE_LOSS)
+    parts = [_part(part, arms, notebook, loss) for part in spec.get("parts", [spec])]
     effects = [effect for part in parts for effect in part["effects"]]
     decided, measured = stats.Verdict(parts[0]["verdict"], parts[0]["why"]), parts[0]["measured"]
     if "parts" in spec:
         decided = stats.verdict_all({part["name"]: stats.Verdict(part["verdict"], part["why"]) for part in parts})
         measured = "; ".join(f"{part['name']}: {part['measured']}" for part in parts) if effects else measured
+    fit = {"fit": parts[0]["fit"]} if "fit" in parts[0] else {}
     return {
         "id": spec["id"], "statement": spec["statement"], "headline": spec["headline"], "reference": spec["reference"],
         "measured": measured, "effect": effects[0] if effects else None, "effects": effects,
         "n": min((effect["n"] for effect in effects), default=0), "verdict": decided.word, "why": decided.why, "notebook": notebook,
-    } | ({"parts": parts} if "parts" in spec else {})  # fmt: skip
+    } | ({"parts": parts} if "parts" in spec else fit)  # fmt: skip
 
 
 def deciding(notebooks: Sequence[str], results: Mapping[str, Mapping]) -> str | None:
@@ -69,8 +71,12 @@ def reason(claim: Mapping) -> str:
     """Why a claim has its verdict, for reading: of the names of effects that may end a reason only the horizons; of several parts, each part's reason."""
     if not (parts := claim.get("parts")) or not claim["effects"]:
         return plain_reason(claim["why"])
-    held = sum(part["verdict"] == stats.REPLICATED for part in parts)
-    return f"{held} of {len(parts)} parts replicated. " + "; ".join(f"{part['name']}: {part['verdict']} ({plain_reason(part['why'])})" for part in parts)
+    return f"{stats.count_parts([part['verdict'] for part in parts])}. " + "; ".join(f"{part_name(part)}: {part['verdict']} ({plain_reason(part['why'])})" for part in parts)
+
+
+def part_name(part: Mapping) -> str:
+    """A part of a claim for reading; where the ranking MLP is fitted otherwise than in the reference study, by which loss."""
+    return part["name"] + (f" (fitted by {part['fit']})" if "fit" in part else "")
 
 
 def plain_reason(why: str) -> str:
@@ -89,7 +95,7 @@ def other_size(claim: Mapping) -> str | None:
     return ", ".join(re.findall(r"h = \d+", plain_reason(claim["why"]).partition(stats.OTHER_SIZE)[2]))
 
 
-def _part(spec: Mapping, arms: list[Mapping] | None, notebook: str) -> dict:
+def _part(spec: Mapping, arms: list[Mapping] | None, notebook: str, loss: str) -> dict:
     """A part, or a claim that is its own only part, as claims.json holds it."""
     effects, missing = [], not_run(notebook)
     if "measure" not in spec:
@@ -102,7 +108,14 @@ def _part(spec: Mapping, arms: list[Mapping] | None, notebook: str) -> dict:
     decided = RULES[spec["rule"]](effects, spec["expected"]) if effects else stats.Verdict(stats.NOT_TESTED, missing)
     plain = [effect.as_dict() for effect in effects]
     measured = _measured(plain, spec) if plain else "not measured"
-    return {"name": spec.get("name", ""), "measured": measured, "effects": plain, "verdict": decided.word, "why": decided.why}
+    fit = {"fit": loss} if plain and loss != REFERENCE_LOSS and "ranking" in spec["measure"]["metric"].split(".") else {}
+    return {"name": spec.get("name", ""), "measured": measured, "effects": plain, "verdict": decided.word, "why": decided.why} | fit
+
+
+def ranking_loss(result: Mapping) -> str:
+    """By which loss the ranking MLPs of an experiment's arms are fitted, of its parameters (`studies.first_fit`)."""
+    asked = result.get("provenance", {}).get("parameters", {})
+    return asked.get("posthoc", {}).get("ranking_loss", asked.get("ranking_loss", REFERENCE_LOSS))
 
 
 def _effects(measure: Mapping, arms: list[Mapping], unit: str) -> list[stats.Effect]:

@@ -121,14 +121,14 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("report", help="run the notebooks of a profile and write its HTML report")
     command.add_argument("--profile", default="smoke", help="smoke, or a name that params/*/NAME.yaml has (default: smoke)")
-    command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number: 02_horizons or 02")
+    command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number: 02_horizons, 02 or 2")
     command.add_argument("--force", action="store_true", help="run notebooks that are up to date as well")
     command.add_argument("--verbose", action="store_true", help="show what the notebooks print while they run")
     command.set_defaults(command=_report, again=GOES_ON)
 
     command = commands.add_parser("plan", help="print the runs that a profile's notebooks need: done, to be measured, missing, and the time left")
     command.add_argument("--profile", default="cpu", help="smoke, or a name that params/*/NAME.yaml has (default: cpu)")
-    command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number")
+    command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number: 02_horizons, 02 or 2")
     command.add_argument("--train", "--run", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
     command.add_argument("--parallel", type=int, default=2, help="runs side by side (default: 2)")
     command.add_argument("--worker", action="store_true", help="with --run: claim one run after the other from a store that other machines work on too ($PREDMOE_STORE)")

@@ -273,7 +273,7 @@ class Job:
 def plan(profile: str, only: Sequence[str] = ()) -> list[Job]:
     """The notebooks of a profile in order, explore and 00_report last, every parameter checked before anything runs.
 
-    `only` keeps those whose name or number is given. Parameters come from params/NN_topic/PROFILE.yaml; without that file the smoke
+    `only` keeps those whose name or number ("03" or "3") is given. Parameters come from params/NN_topic/PROFILE.yaml; without that file the smoke
     profile takes the notebook's defaults, and so does a notebook whose one parameter is `profile`; otherwise it is left out.
     """
     found = [*paths.NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"), *paths.NOTEBOOKS.glob("explore.ipynb")]
@@ -282,10 +282,16 @@ def plan(profile: str, only: Sequence[str] = ()) -> list[Job]:
         raise ConfigError(f"there are no notebooks in {paths.NOTEBOOKS}: run predmoe from a clone of the repository")
     paths.check_profile(profile)
     for wanted in only:
-        if not any(wanted in (path.stem, path.stem[:2]) for path in notebooks):
+        if not any(_is(path, wanted) for path in notebooks):
             raise ConfigError(f"unknown notebook {wanted!r}; there are {', '.join(path.stem for path in notebooks)}")
-    chosen = [path for path in notebooks if not only or path.stem in only or path.stem[:2] in only]
+    chosen = [path for path in notebooks if not only or any(_is(path, wanted) for wanted in only)]
     return [Job(path, _parameters(path, profile), paths.outputs(profile) / path.stem / path.name) for path in chosen]
+
+
+def _is(notebook: Path, wanted: str) -> bool:
+    """Whether a notebook is meant by its name or its number, with or without the zero before it."""
+    number = notebook.stem[:2]
+    return wanted == notebook.stem or (number.isdecimal() and wanted in (number, number.removeprefix("0")))
 
 
 def _parameters(notebook: Path, profile: str) -> dict | None:

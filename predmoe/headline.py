@@ -142,9 +142,7 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
     by_kind = _by_version(result)
     others = [e for variant, e in by_kind["ranking"].items() if variant != "all mended"]
     if others:
-        low, high = min(e["mean"] for e in others), max(e["mean"] for e in others)
-        clear = sum(bool(e["ci95"]) and (e["ci95"][0] > 0 or e["ci95"][1] < 0) for e in others)
-        said.append(f"{len(others)} other version{'s' if len(others) > 1 else ''} of the simulator give{'' if len(others) > 1 else 's'} {100 * low:+z.2f}% to {100 * high:+z.2f}%, {clear or 'none'} with an interval that excludes zero.")
+        said.append(_others(others))
     if linear := by_kind["linear"].get("all mended"):
         said.append(f"With linear predictors, by which the claims are judged, it is worth {results.effect_text(linear, 'percent')}.")
     if disks := _by_disk(found):
@@ -152,6 +150,20 @@ def say_worth(found: Mapping[str, Mapping]) -> list[str]:
         slow = "nothing" if not round(100 * beyond["mean"], 2) else f"{100 * beyond['mean']:+z.2f}%"
         said.append(f"On a disk whose reads outlast a layer ({known['sensitivity']['beyond_gb_per_s']:g} GB/s) it is worth {slow}.")
     return said
+
+
+def _others(effects: Sequence[Mapping]) -> str:
+    """What other versions of the simulator give, and how many of their intervals exclude zero."""
+    n = len(effects)
+    means = " to ".join(dict.fromkeys(f"{100 * e['mean']:+z.2f}%" for e in sorted(effects, key=lambda e: e["mean"])[:: max(n - 1, 1)]))
+    given = f"Another version of the simulator gives {means}" if n == 1 else f"{n} other versions of the simulator give {means}"
+    if any(e["ci95"] is None for e in effects):
+        return f"{given}, in one seed, untested."
+    clear = sum(e["ci95"][0] > 0 or e["ci95"][1] < 0 for e in effects)
+    if n == 1:
+        return f"{given}, by an interval that {'excludes' if clear else 'contains'} zero."
+    whose = f"{clear} of {n} intervals exclude{'s' if clear == 1 else ''} zero" if 0 < clear < n else f"{'both' if n == 2 else 'all'} intervals {'exclude' if clear else 'contain'} zero"
+    return f"{given}; {whose}."
 
 
 def say_machine(found: Mapping[str, Mapping]) -> list[str]:
@@ -293,11 +305,12 @@ def say_trained(found: Mapping[str, Mapping]) -> list[str]:
     said = []
     if TUNED in found:
         tuned = found[TUNED]
-        said += [boundary.say_retrofit(boundary.retrofit_effects(tuned)), f"The trained model is {tuned['provenance']['parameters'].get('checkpoint') or 'a small one of our own'}."]
+        said += [boundary.say_retrofit(boundary.retrofit_effects(tuned)), f"The trained model is {tuned['provenance']['parameters'].get('checkpoint') or 'a small one of our own'}.", refit.say_judge(deciding.ranking_loss(tuned))]
         if second := [e for e in tuned["effects"] if e.get("variation") == refit.VARIATION]:
             said.append(say_by_horizon(second, "Under the ranking MLP of the other loss the fine-tune", "hit@k"))
     if PARTS in found:
         parts = found[PARTS]
+        said += [judge for judge in [refit.say_judge(deciding.ranking_loss(parts))] if judge not in said]   # else said above
         said.append(boundary.say_transfer(boundary.ladder_effects(parts)))
         if any(row["arm"].startswith(boundary.PARTS["last half of the blocks"]) for row in parts["arms"]):
             said.append("(Heads of a horizon of half the layers or more read the frozen half where the last half is trained: there a gain is excluded by construction.)")
@@ -310,9 +323,10 @@ def say_failed(claims: Sequence[Mapping]) -> list[str]:
     """How many verdicts there are of each kind, the claims that were not replicated with the reason, and what those in part have."""
     words = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
     by_word = {word: [claim for claim in claims if claim["verdict"] == word] for word in words}
-    failed = by_word[stats.NOT_REPLICATED]
-    counts = ", ".join(f"{len(by_word[word])} {word}" for word in words)
-    said = [f"{len(failed) or 'None'} of the {len(claims) - len(by_word[stats.NOT_TESTED])} claims that were tested ({counts})."]
+    failed, tested = by_word[stats.NOT_REPLICATED], len(claims) - len(by_word[stats.NOT_TESTED])
+    counts = ", ".join(f"{len(by_word[word])} {word}" for word in words[:3])   # which add up to those that were tested
+    left = f"; {len(claims) - tested} more {'is' if len(claims) - tested == 1 else 'are'} not tested" if tested < len(claims) else ""
+    said = [f"{len(failed) or 'None'} of the {tested} claims that were tested ({counts}){left}." if tested else f"Not known: none of the {len(claims)} claims has been tested."]
     said += [f"“{claim['statement'].rstrip('.')}”: {deciding.reason(claim)}." for claim in failed]
     unclear = (stats.NOTHING_EXCLUDED, stats.NOTHING_ESTABLISHED)
     open_ones = sum(all(any(words in part["why"] for words in unclear) for part in claim.get("parts", [claim])) for claim in failed)
@@ -327,6 +341,8 @@ def say_partly(partly: Sequence[Mapping]) -> list[str]:
     sizes = [claim for claim in partly if deciding.other_size(claim) is not None]
     several = [claim for claim in partly if claim.get("parts")]
     told = [f"{len(sizes)} hold in direction and differ more than twofold in size"] if sizes else []
-    told += [f"{len(several)} {'consists' if len(several) == 1 else 'consist'} of several parts, not all of which did"] if several else []
+    broken = sum(all(part["verdict"] != stats.REPLICATED for part in claim["parts"]) for claim in several)
+    none = f" (of {broken} none is, but one at least is partly)" if broken else ""
+    told += [f"{len(several)} {'consists' if len(several) == 1 else 'consist'} of several parts, not all of which are replicated{none}"] if several else []
     told += [f"“{claim['statement'].rstrip('.')}”: {deciding.reason(claim)}" for claim in partly if claim not in sizes and claim not in several]
     return [f"Of the {len(partly)} that are replicated in part, {'; '.join(told)}."]

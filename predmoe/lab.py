@@ -26,7 +26,7 @@ def explore(port: int, browser: bool) -> int:
         raise ConfigError(f"there is no {notebook}: run predmoe from a clone of the repository")
     if not 1 <= port <= 65535:
         raise ConfigError(f"--port {port} must lie in 1..65535")
-    print("When the page is open: menu Run, Run All Cells; the explorer is there after a minute or so. Ctrl-C here ends it.", flush=True)
+    print("When the page is open, and each time that it is loaded again: menu Run, Run All Cells; the explorer is there after a minute or so. Ctrl-C here ends it.", flush=True)
     command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={paths.ROOT}", f"--port={port}", "--LabApp.default_url=/doc/tree/notebooks/explore.ipynb",
                "--ServerApp.jpserver_extensions=predmoe.lab=True"]  # fmt: skip
     if os.name == "posix" and os.geteuid() == 0:   # a container's only user

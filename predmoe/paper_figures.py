@@ -15,7 +15,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from . import controls, experiments, frontier, isolation, paper_captions, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, spread, stats
+from . import controls, experiments, frontier, isolation, overview, paper_captions, plots, plots_controls, plots_engine, plots_isolation, plots_simulator, results, scaling, sensitivity, spread, stats
 from .config import ConfigError
 from .paper_text import LACKING
 from .tex import prose
@@ -44,7 +44,7 @@ class Spec:
 
 
 def _summary(result, table):
-    return plots.summary(*experiments.summary_tables({result["experiment"]: result}), gate=stats.MAX_LOSS_INCREASE)
+    return plots.summary(*overview.summary_tables({result["experiment"]: result}), gate=stats.MAX_LOSS_INCREASE)
 
 
 def _bandwidth(result, table):

@@ -172,7 +172,7 @@ def drift(result: Mapping, table: Table) -> str:
         gate = gates.get(arm)
         lines.append([escape(arm), number(100 * (1 + mine["kept"]["mean"]), 1), cell(mine["router_entropy_fraction"]), cell(mine["load_entropy"]), cell(mine["val_loss"], "nats"),
                       ("passes" if gate["passes"] else "fails") + ("" if gate["certain"] else " (uncertain)") if gate else NONE])  # fmt: skip
-    return tabular("lrcccl", ["arm", r"kept (\%)", "router ent. (points)", "load ent. (points)", "loss (nats)", "gate"], lines)
+    return tabular("lrcccl", ["arm", r"kept (\%)", r"router ent. (\%)", r"load ent. (\%)", "loss (nats)", "gate"], lines)
 
 
 def tasks(result: Mapping, table: Table) -> str:

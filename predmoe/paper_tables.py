@@ -142,7 +142,7 @@ def claims(decided: Iterable[Mapping], *, parts: bool = True) -> str:
         held = c.get("parts", []) if c["effects"] else []
         here = notrun(c["notebook"]) if not c["effects"] else compact(c["measured"]) if not held else f"each of its {len(held)} parts:" if parts else parts_held(held)
         lines.append([prose(c["statement"].rstrip(".")), prose(c["reference"]), here, _verdict(c)])
-        lines += [[rf"\hangindent=1em\hangafter=0\emph{{{prose(part['name'])}}}", "", compact(part["measured"]), _verdict(part)] for part in held if parts]
+        lines += [[rf"\hangindent=1em\hangafter=0\emph{{{prose(deciding.part_name(part))}}}", "", compact(part["measured"]), _verdict(part)] for part in held if parts]
     return (r" \\ \addlinespace[3pt]" + "\n").join(" & ".join(line) for line in lines) + r" \\"
 
 

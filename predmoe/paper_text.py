@@ -173,8 +173,7 @@ def reason(claim: Mapping) -> str:
     parts = claim.get("parts", [])
     if not parts:
         return prose(deciding.plain_reason(claim["why"]))
-    held = sum(part["verdict"] == stats.REPLICATED for part in parts)
-    return prose(f"{held} of {len(parts)} parts replicated: " + "; ".join(f"{part['name']}, {VERDICTS[part['verdict']]}" for part in parts))
+    return prose(f"{stats.count_parts([part['verdict'] for part in parts])}: " + "; ".join(f"{deciding.part_name(part)}, {VERDICTS[part['verdict']]}" for part in parts))
 
 
 # --- sentences ---------------------------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ def _of_dose(found) -> str:
     ends = [f"{means[name].max():+z.1f} to {means[name].min():+z.1f}" for name in ("margin", "entropy")]
     seeds = part.seed.nunique()
     return prose(f"With the gradient through the target router the margin over the token-id lookup changes by {ends[0]} points, over weights and horizons, "
-                 f"and router entropy by {ends[1]} points of its maximum ({counted(seeds)}).")
+                 f"and router entropy by {ends[1]}% of its maximum ({counted(seeds)}).")
 
 
 MAIN = ("effect", "corrected", "smaller", "compared", "linear", "free", "lookup", "margin", "cost", "loss", "reuse", "converged")

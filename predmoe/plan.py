@@ -25,6 +25,8 @@ STATES = {   # of those that are not done, in the plan's words
     MISSING: "not begun (missing)",
 }
 
+ALL = "all, each run once"   # the last line of the plan's table
+
 
 @dataclass(frozen=True)
 class Item:
@@ -76,7 +78,8 @@ def wanted(items: Sequence[Item]) -> list[tuple[config.RunConfig, list]]:
 
 
 def tell(items: Sequence[Item], parallel: int, command: str = "") -> str:
-    """The plan for reading: a line per notebook, the runs that are left, in order, the time that they take, and the `command` that makes them."""
+    """The plan for reading: a line per notebook, which counts all runs that it needs, and one for all of them, which counts each once; the runs that are left, in
+    order, the time that they take, and the `command` that makes them."""
     lines = [f"{'notebook':<22} {'runs':>5} {'done':>5} {'to measure':>11} {'missing':>8} {'hours left':>11}"]
     counted = set()
     for name in dict.fromkeys(name for item in items for name in item.notebooks):
@@ -84,14 +87,16 @@ def tell(items: Sequence[Item], parallel: int, command: str = "") -> str:
         lacking = [item for item in mine if name in item.lacking]
         new = [item for item in lacking if id(item) not in counted]
         counted.update(map(id, new))
-        measure = sum(item.state in (TRAINED, AGAIN) for item in lacking)
-        lines.append(f"{name:<22} {len(mine):>5} {len(mine) - len(lacking):>5} {measure:>11} {len(lacking) - measure:>8} {_hours(new, parallel):>11}")
+        lines.append(_line(name, mine, lacking, _hours(new, parallel)))
     left = [item for item in items if item.state != DONE]
+    if len(lines) > 2:   # with several notebooks, which may share runs
+        lines.append(_line(ALL, items, left, _hours(left, parallel)))
+        lines.append("A notebook's line counts all runs that it needs, and the hours of those that no line above has; the last line counts each run once.")
     if not left:
         return "\n".join([*lines, f"\nAll {len(items)} runs are done."])
     count = {state: sum(item.state == state for item in items) for state in (DONE, *STATES)}
     told = [f"{count[DONE]} of {len(items)} runs are done", *(f"{count[state]} {words}" for state, words in STATES.items() if count[state])]
-    lines.append(f"\n{'; '.join(told)}. About {_hours(left, parallel)} hours are left with {parallel} side by side (a run that several notebooks share is counted in those of the first).")
+    lines.append(f"\n{'; '.join(told)}. About {_hours(left, parallel)} hours are left with {parallel} side by side.")
     label = runs.labels([item.run for item in items], besides=["steps"])
     lines += [
         f"  {item.run.hash}  {item.state:<8} {label[item.run.hash]}, {item.run.train.steps} steps"
@@ -99,6 +104,12 @@ def tell(items: Sequence[Item], parallel: int, command: str = "") -> str:
     ]  # fmt: skip
     lines += [f"To train and measure what is left (it can be interrupted and goes on): {command}"] if command else []
     return "\n".join(lines)
+
+
+def _line(name: str, needed: Sequence[Item], lacking: Sequence[Item], hours: str) -> str:
+    """A line of the table: of the runs `needed`, those that are done and those that are not (`lacking`), trained or not."""
+    measure = sum(item.state in (TRAINED, AGAIN) for item in lacking)
+    return f"{name:<22} {len(needed):>5} {len(needed) - len(lacking):>5} {measure:>11} {len(lacking) - measure:>8} {hours:>11}"
 
 
 def _hours(items: Sequence[Item], parallel: int) -> str:

@@ -1,4 +1,4 @@
-"""Figures of the engine, from the tables of `engine_study`. The conventions are those of `plots`: every prompt or cell is an open point beside the mean."""
+"""Figures of the engine, from the tables of `engine_study`. The conventions are those of `plots`: every prompt or cell is shown beside the mean."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from . import stats
 from .plots import COLORS, MARKERS, SEED, _point, _styled
 from .plots_simulator import ARMS
 
 
-FAR, FAR_MARKER = "far_", "X"   # a far source has the colour of the near one, this marker and a broken line
+FAR, FAR_MARKER = "far_", "X"   # a far source has the colour of the near one and this marker
 
 
 def _sources(table: pd.DataFrame) -> dict[str, dict]:
@@ -22,10 +23,6 @@ def _sources(table: pd.DataFrame) -> dict[str, dict]:
             for name in names for i in [near.index(name.removeprefix(FAR))]}  # fmt: skip
 
 
-def _line(source: str) -> str:
-    return "--" if source.startswith(FAR) else "-"
-
-
 def _columns(handles: list) -> int:
     """Of a legend above a figure of two panels: two rows where one is too wide."""
     return len(handles) if len(handles) <= 5 else -(-len(handles) // 2)
@@ -33,25 +30,37 @@ def _columns(handles: list) -> int:
 
 @_styled
 def race(rows: pd.DataFrame) -> Figure:
-    """Columns arm, seed, source, share, prompt, tokens, ms. One panel per model: tok/s by cache share, every prompt an open point, the mean with its interval."""
+    """Columns arm, seed, source, share, prompt, tokens, ms. One panel per cache share, a row per source, in it a row per model: tok/s of every prompt as a small mark below the mean
+    with its interval. Each panel has a scale of its own."""
     rows = rows.assign(tok_s=1000 * rows.tokens / rows.ms)
-    arms, looks = list(dict.fromkeys(rows.arm)), _sources(rows)
-    figure = Figure(figsize=(1.0 + 4.0 * len(arms), 3.6))
-    axes = figure.subplots(1, len(arms), sharey=True, squeeze=False)[0]
-    shares = sorted(rows.share.unique())
-    offsets = np.linspace(-0.3, 0.3, len(looks)) if len(looks) > 1 else [0.0]
-    for ax, arm in zip(axes, arms):
-        for (source, look), x in zip(looks.items(), offsets):
-            part = rows[(rows.arm == arm) & (rows.source == source)]
-            at = [i for i, share in enumerate(shares) if share in set(part.share)]
-            means = [_point(ax, i + x, part[part.share == shares[i]].tok_s, look, small=True) for i in at]
-            ax.plot(np.array(at) + x, means, color=look["color"], linewidth=1, linestyle=_line(source), zorder=2)
-        ax.set(title=f"{arm} model", xticks=range(len(shares)), xticklabels=[f"{share:.0%}" for share in shares], xlabel="experts that fit in the cache", xlim=(-0.5, len(shares) - 0.5))
-        ax.grid(axis="x", visible=False)
-    axes[0].set_ylabel("decoding, tok/s")
-    handles = [Line2D([], [], **look, linewidth=1, linestyle=_line(name), label=ARMS[name]) for name, look in looks.items()] + [Line2D([], [], **SEED, markeredgecolor="#555555", label="one prompt")]
-    figure.legend(handles=handles, loc="outside upper center", ncols=_columns(handles))
+    arms, shares = list(dict.fromkeys(rows.arm)), sorted(rows.share.unique())
+    sources = [name for name in ARMS if name in set(rows.source)]
+    looks = {arm: dict(color=COLORS[i % len(COLORS)], marker=MARKERS[i % len(MARKERS)]) for i, arm in enumerate(arms)}
+    figure = Figure(figsize=(1.6 + 2.0 * len(shares), 1.1 + 0.42 * len(sources)))
+    axes = figure.subplots(1, len(shares), sharey=True, squeeze=False)[0]
+    for ax, share in zip(axes, shares):
+        for y, source in enumerate(sources):
+            for arm, offset in zip(arms, np.linspace(-0.22, 0.22, len(arms)) if len(arms) > 1 else [0.0]):
+                part = rows[(rows.arm == arm) & (rows.source == source) & (rows.share == share)]
+                if len(part):
+                    _speeds(ax, y + offset, part.tok_s, looks[arm])
+        ax.set(title=f"{share:.0%} in the cache", xlabel="tok/s")
+        ax.grid(axis="y", visible=False)
+        for y in range(1, len(sources)):
+            ax.axhline(y - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
+    axes[0].set(yticks=range(len(sources)), yticklabels=[ARMS[name] for name in sources], ylim=(len(sources) - 0.5, -0.5))
+    handles = [Line2D([], [], **looks[arm], linewidth=1.6, label=f"{arm} model") for arm in arms] + [Line2D([], [], color="#555555", marker="|", linestyle="none", label="one prompt")]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     return figure
+
+
+def _speeds(ax, y: float, values: pd.Series, look: dict) -> None:
+    """Every value a small mark, above them the mean with its interval."""
+    effect = stats.over_seeds(dict(enumerate(values)))
+    ax.plot(values, np.full(len(values), y + 0.1), linestyle="none", marker="|", markersize=3.5, color=look["color"], alpha=0.45, markeredgewidth=0.7, zorder=2)
+    if effect.ci95:
+        ax.plot(effect.ci95, [y - 0.03, y - 0.03], color=look["color"], linewidth=1.6, solid_capstyle="butt", zorder=3)
+    ax.plot(effect.mean, y - 0.03, color=look["color"], marker=look["marker"], markersize=4, zorder=4)
 
 
 @_styled

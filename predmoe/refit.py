@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from . import experiments
+from . import claims, experiments
 from .findings import say_by_horizon
 
 LOSSES = {   # PosthocConfig.ranking_loss in words
@@ -42,8 +42,13 @@ def say_levels(arms: Sequence[Mapping], again: Sequence[Mapping], arm: str) -> s
 
 def loss_of(arms: Sequence[Mapping]) -> str:
     """Which loss the arms' ranking MLPs were fitted by."""
-    (found,) = {row["posthoc_config"].get("ranking_loss", "margin") for row in arms}
+    (found,) = {row["posthoc_config"].get("ranking_loss", claims.REFERENCE_LOSS) for row in arms}
     return found
+
+
+def say_judge(loss: str) -> str:
+    """By which loss the ranking MLP is fitted under which a notebook's arms are compared, that of `loss_of` or `claims.ranking_loss`."""
+    return f"The ranking MLP is the one fitted {LOSSES[loss]}."
 
 
 def say_effects(found: Sequence[Mapping], again: Sequence[Mapping], subject: str) -> str:

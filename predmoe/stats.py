@@ -222,13 +222,20 @@ def verdict_all(parts: Mapping[str, Verdict]) -> Verdict:
         raise ValueError("a claim has at least one part")
     words = [part.word for part in parts.values()]
     told = "; ".join(f"{name}: {part.word} ({part.why})" for name, part in parts.items())
-    why = f"{words.count(REPLICATED)} of {len(words)} parts replicated. {told}"
+    why = f"{count_parts(words)}. {told}"
     if set(words) == {NOT_TESTED} and len({part.why for part in parts.values()}) == 1:
         why = next(iter(parts.values())).why   # nothing has run: said once
     for word in (REPLICATED, NOT_REPLICATED):
         if set(words) == {word}:
             return Verdict(word, why)
     return Verdict(NOT_TESTED if NOT_TESTED in words else PARTLY, why)
+
+
+def count_parts(words: Sequence[str]) -> str:
+    """How many parts of a claim have which verdict, "1 of 3 parts replicated, 1 partly, 1 not replicated", with the rule where the claim is partly replicated and no part is whole."""
+    others = [f"{words.count(word)} {word}" for word in (PARTLY, NOT_REPLICATED, NOT_TESTED) if word in words]
+    rule = " (it counts as not replicated only where no part is even partly)" if PARTLY in words and not {REPLICATED, NOT_TESTED} & set(words) else ""
+    return ", ".join([f"{words.count(REPLICATED)} of {len(words)} parts replicated", *others]) + rule
 
 
 def _untested(effects) -> Verdict | None:

@@ -73,6 +73,16 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of the committed results and of the paper's sources, to change (`paper_copy.change`); returns (profile's folder, paper's folder)."""
+    import paper_copy
+
+    outputs, profile, paper = paper_copy.made(tmp_path)
+    monkeypatch.setenv("PREDMOE_OUTPUTS", str(outputs))
+    return profile, paper
+
+
+@pytest.fixture
 def one_thread():
     """What a run sets of torch's threads is set back."""
     import torch

@@ -6,7 +6,7 @@ import pytest
 from fake_measurements import measurement
 from figures import cut_off
 
-from predmoe import boundary, claims, cli, config, execute, experiments, headline, paths, plan, plots_controls, results, studies
+from predmoe import boundary, claim_words, claims, cli, config, execute, experiments, headline, paper_text, paths, plan, plots_controls, results, studies
 from predmoe.config import ConfigError
 
 NAMES = ("10_olmoe_lora", "13_olmoe_dose")
@@ -119,21 +119,45 @@ def test_where_transfer_begins_is_answered_by_the_same_margin(least, middle, wor
     alone = [effect(name, 4, 0.1, 0.1, variation="pretraining") | {"ci95": None, "p_holm": None, "n": 1} for name in boundary.FRESH]
     told = boundary.say_transfer([*effects, *alone])
     assert told.startswith(words[0]) and all(part in told for part in words)
+    assert "of what is trained, from the least to the most (LoRA, the last half of the blocks, all weights, pretraining), the first to raise" in told
     assert told.endswith("Of pretraining there is a single seed and so no interval: +10.0 points under the ranking MLP at h = 4.")
-    assert boundary.say_transfer([e for e in effects if e["variation"] == "LoRA"]).startswith("Transfer is not shown to begin at weight 1: ")
+    assert boundary.say_transfer([e for e in effects if e["variation"] == "LoRA"]).startswith("Transfer is not shown to begin at weight 1: nothing that is trained (LoRA) raises")
     assert boundary.say_transfer(alone).startswith("Where transfer begins at weight 1 is not known: single seeds test nothing.")
+
+
+def test_the_order_from_the_least_to_the_most_is_that_of_the_parameters_that_the_committed_fine_tunes_train():
+    rows = results.load("cpu", "13_olmoe_dose")["arms"]
+    trained = [row["trained"]["parameters"] for prefix in boundary.parts_of(rows).values() for row in rows if row["arm"] == f"{prefix}baseline" and "trained" in row]
+    assert trained == sorted(trained) and len(set(trained)) == 3
 
 
 def test_both_notebooks_and_the_reports_first_lines_answer_their_title(without, with_transfer):
     for found, first, begins in ((without, "No: ", "the last half of the blocks"), (with_transfer, "Yes: ", "LoRA")):
-        retrofit, model, other, transfer, built, price = headline.say_trained(found)
+        retrofit, model, judge, other, transfer, built, price = headline.say_trained(found)
+        assert "(`margin_all`)" in judge and all(judge in found[name]["findings"] for name in NAMES)
         assert model == "The trained model is a small one of our own." and other.startswith("Under the ranking MLP of the other loss the fine-tune ")
         assert built.startswith("(Heads of a horizon of half the layers") and price in found["13_olmoe_dose"]["findings"]
         assert found["10_olmoe_lora"]["findings"][0] == retrofit and retrofit.startswith(first)
         assert transfer in found["13_olmoe_dose"]["findings"] and transfer.startswith(f"At weight 1 transfer begins with {begins}:")
     assert headline.say_trained({}) == ["Not known in this profile: 10_olmoe_lora has not been run."]
     alone = headline.say_trained({"10_olmoe_lora": without["10_olmoe_lora"]})
-    assert len(alone) == 3 and alone[0] == without["10_olmoe_lora"]["findings"][0]
+    assert len(alone) == 4 and alone[0] == without["10_olmoe_lora"]["findings"][0]
+
+
+def test_by_which_loss_the_ranking_mlp_was_fitted_is_said_where_it_is_not_the_reference_studys(without):
+    claim = without["claims"]["no-retrofit"]
+    assert {part["name"]: part.get("fit") for part in claim["parts"]} == {"ranking MLP": "margin_all", "linear": None} and "fit" not in claim
+    row, linear = claim_words.table([claim]).iloc[1:].itertuples()
+    assert row[2] == "↳ part: ranking MLP (fitted by margin_all)" and row[3].startswith("joint 0.1 minus baseline: hit@k of a fresh ranking MLP (fitted by margin_all), 3 seeds:")
+    assert "fitted" not in linear[2] + linear[3] and "ranking MLP (fitted by margin_all): replicated (" in claims.reason(claim) and "ranking MLP (fitted by margin\\_all), replicated" in paper_text.reason(claim)
+    spec, fitted = next(spec for spec in results.claim_specs() if spec["id"] == "no-retrofit"), lambda name, **asked: without[name] | {"provenance": {"parameters": without[name]["provenance"]["parameters"] | asked}}
+    for as_published in (fitted("10_olmoe_lora", ranking_loss="margin"), fitted("10_olmoe_lora", posthoc={"ranking_loss": "margin"})):
+        assert not any("fit" in part for part in claims.evaluate(spec, {"10_olmoe_lora": as_published})["parts"])
+    whole = spec | spec["parts"][0]
+    del whole["parts"]
+    assert claims.evaluate(whole, without)["fit"] == "margin_all"
+    other = headline.say_trained({"10_olmoe_lora": without["10_olmoe_lora"], "13_olmoe_dose": fitted("13_olmoe_dose", ranking_loss="margin")})
+    assert sum(sentence.startswith("The ranking MLP is the one fitted ") for sentence in other) == 2
 
 
 def test_a_fine_tune_that_lowers_predictability_retrofits_none():
@@ -150,6 +174,7 @@ def test_the_drift_table_has_whole_counts_and_words_and_the_figure_a_unit_in_eac
     shown = boundary.drifts_table(table).set_index("arm")
     assert shown["parameters trained"].tolist()[0] == "100" and shown["of these in experts"].tolist()[0] == "60" and shown.seeds.tolist() == [3] * len(shown)
     assert "joint 1 (all weights)" in shown.index and "baseline (last half of the blocks)" in shown.index and "joint 0.1" in shown.index
+    assert "change of router entropy (% of its maximum)" in shown.columns and not any("point" in name for name in shown.columns)
     assert not set(shown.columns) & set(table.columns) and not any("_" in name for name in shown.columns)
     assert shown["experts kept (% of k)"]["baseline"] == f"{100 * table[table.arm == 'baseline'].kept.mean():.1f}" and shown["change of validation loss (nats/token)"]["baseline"].startswith("-0.")
     panels = boundary.drift_panels(table)
@@ -187,6 +212,15 @@ def test_drift_and_the_heads_gap_are_in_the_results(without):
     loss = next(e for e in found["effects"] if e["name"] == "baseline - stock model, validation loss")
     assert kept["mean"] == pytest.approx(-0.1, abs=0.02) and kept["n"] == 3 and loss["mean"] < 0
     assert any(sentence.startswith("Against the stock model the arm joint 0.1 keeps") for sentence in found["findings"])
+
+
+def test_a_change_of_entropy_is_told_in_its_maximum_and_not_in_points_which_are_of_hit(without):
+    told = boundary.say_drift(boundary.drift_effects(without["13_olmoe_dose"]["arms"]))
+    assert told and not any("point" in sentence for sentence in told)
+    (one,) = boundary.say_drift([{"treatment": "joint 1", "metric": name, "mean": mean, "ci95": ci95, "n": 3} for name, mean, ci95 in (
+        ("kept", -0.1, [-0.2, -0.0]), ("router_entropy_fraction", -0.0011, [-0.0018, -0.0004]), ("load_entropy", 0.002, [0.001, 0.003]), ("val_loss", -0.01, [-0.02, -0.001]))])
+    assert one == ("Against the stock model the arm joint 1 keeps 90.0% of a token's experts; router entropy -0.11% of its maximum [-0.18, -0.04], load entropy +0.20% of its maximum [+0.10, +0.30], "
+                   "validation loss -0.0100 nats [-0.0200, -0.0010] (3 seeds).")  # fmt: skip
 
 
 def test_the_reference_studys_fine_tunes_are_differences_of_its_levels():

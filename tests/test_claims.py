@@ -184,7 +184,7 @@ def test_a_claim_of_several_parts_is_as_good_as_all_of_them(changed, word, repli
     steady = {"input 0.3": 0.85 + 0.035, "input 1": 0.85 + 0.035 + 0.03}
     claim = claims.evaluate(CLAIMS["dose-response"], doses(LEVELS | steady | changed, losses))
     assert claim["verdict"] == word, claim["why"]
-    assert claim["why"].startswith(f"{replicated} of 6 parts replicated. ")
+    assert claim["why"].startswith(f"{replicated} of 6 parts replicated" + (". " if replicated == 6 else ", "))
 
 
 def test_no_part_replicated_is_not_replicated():
@@ -214,6 +214,26 @@ def test_what_has_not_run_is_said_once():
 def test_the_verdict_of_all_parts(words, whole):
     decided = stats.verdict_all({f"part {i}": stats.Verdict(word, f"reason {i}") for i, word in enumerate(words)})
     assert decided.word == whole and all(f"part {i}: {word} (reason {i})" in decided.why for i, word in enumerate(words))
+
+
+@pytest.mark.parametrize("words, said", [
+    (["replicated", "replicated"], "2 of 2 parts replicated"), (["not replicated"] * 3, "0 of 3 parts replicated, 3 not replicated"),
+    (["replicated", "partly", "not replicated", "not replicated"], "1 of 4 parts replicated, 1 partly, 2 not replicated"),
+    (["partly", "not replicated"], "0 of 2 parts replicated, 1 partly, 1 not replicated (it counts as not replicated only where no part is even partly)"),
+    (["partly", "not tested"], "0 of 2 parts replicated, 1 partly, 1 not tested"),
+])  # fmt: skip
+def test_parts_are_counted_by_verdict_and_a_claim_without_a_whole_one_says_why_it_is_partly(words, said):
+    parts = {f"part {i}": stats.Verdict(word, "so") for i, word in enumerate(words)}
+    decided = stats.verdict_all(parts)
+    assert stats.count_parts(words) == said and decided.why.startswith(f"{said}. part 0: ") and ("it counts as" in said) is (decided.word == "partly" and "replicated" not in words)
+    told = [{"name": name, "verdict": part.word, "why": part.why} for name, part in parts.items()]
+    assert claims.reason({"parts": told, "effects": [{}], "why": ""}).startswith(f"{said}. part 0: ")
+
+
+def test_a_claim_none_of_whose_parts_is_whole_says_so_in_the_table():
+    claim = claims.evaluate(CLAIMS["high-dose-cost"], {"03_dose": {"arms": [row | {"router_entropy": 2.0 + 0.01 * row["seed"]} for row in doses(LEVELS, LOSSES | {"input 1": 5.1})["03_dose"]["arms"]]}})
+    assert claim["verdict"] == "partly" and [part["verdict"] for part in claim["parts"]] == ["partly", "not replicated"]
+    assert claim_words.table([claim])["measured here, with 95% interval"][0].splitlines() == ["2 parts, a row each below", stats.count_parts(["partly", "not replicated"])]
 
 
 def test_no_parts_are_refused():

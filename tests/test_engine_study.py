@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from engine_models import house
+from figures import cut_off
 
 from predmoe import engine_study, plots_engine
 from predmoe.engine.machine import measure_compute, measure_disk
@@ -67,7 +68,7 @@ def test_cells_are_sums_over_their_prompts(raced):
     assert cell.issued == part.issued.max() and cell.read_bytes == part.read_bytes.sum()
     records = engine_study.arm_records(engine_study.cells(rows), 0.4)
     assert {record["arm"] for record in records} == {"baseline-demand", "baseline-next_router", "baseline-far_ranking", "baseline-oracle", "baseline-far_oracle"}
-    assert len(plots_engine.race(rows).axes) == 1
+    assert [ax.get_title(loc="left") for ax in plots_engine.race(rows).axes] == [f"{share:.0%} in the cache" for share in sorted(rows.share.unique())]
 
 
 def test_effects_are_paired_by_prompt_and_said_as_they_fall():
@@ -131,6 +132,21 @@ def test_calibration_prompts_are_none_of_the_race(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_study, "prepare", lambda data: SimpleNamespace(dev=lambda context: SimpleNamespace(tokens=windows)))
     config = SimpleNamespace(data=None, model=SimpleNamespace(context=5))
     assert engine_study.calibration_prompts(config, count=3, tokens=2) == [[0, 1], [24, 25], [54, 55]]
+
+
+def test_no_two_rows_of_the_race_share_a_place_and_every_prompt_is_there():
+    """A cell's strokes and mean lie in a row of their own, and the axis names its source."""
+    sources, n = ["demand", "linear", "ranking", "oracle"], 4
+    rows = pd.DataFrame([dict(arm=arm, seed=0, source=source, share=share, prompt=prompt, tokens=10, ms=10.0 + i + prompt)
+                         for arm in ("baseline", "joint") for i, source in enumerate(sources) if (arm, source) != ("joint", "linear") for share in (0.25, 0.5) for prompt in range(n)])  # fmt: skip
+    figure = plots_engine.race(rows)
+    for ax in figure.axes:
+        strokes, means = ([line for line in ax.get_lines() if len(line.get_xdata()) == count and line.get_marker() not in ("None", None)] for count in (n, 1))
+        places = [round(float(line.get_ydata()[0]), 6) for line in (*strokes, *means)]
+        assert len(strokes) == len(means) == 2 * len(sources) - 1 and len(set(places)) == len(places)
+        assert [stroke.get_xdata().mean() for stroke in strokes] == pytest.approx([float(mean.get_xdata()[0]) for mean in means])
+        assert all(round(float(mean.get_ydata()[0])) == round(float(stroke.get_ydata()[0])) for mean, stroke in zip(means, strokes))
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == [plots_engine.ARMS[name] for name in sources] and cut_off(figure) == []
 
 
 def test_every_source_has_a_look_of_its_own_and_the_legend_fits():

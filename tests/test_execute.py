@@ -237,6 +237,17 @@ def test_notebooks_run_in_order_with_the_report_last_and_only_once(three):
     assert three.run(only=["02"], force=True)[0] == ["02_horizons"]
 
 
+@pytest.mark.parametrize("only, names", [(["2"], ["02_horizons"]), (["02"], ["02_horizons"]), (["0", "1"], ["01_mechanism", "00_report"]), (["02_horizons", "2"], ["02_horizons"])])
+def test_a_notebook_is_named_by_its_number_with_or_without_the_zero(three, only, names):
+    assert [job.name for job in execute.plan("smoke", only)] == names
+
+
+@pytest.mark.parametrize("name", ["", "002", "2_", "0_horizons", "ex", "²"])
+def test_what_is_neither_a_name_nor_a_number_is_unknown(three, name):
+    with pytest.raises(ConfigError, match=f"unknown notebook '{name}'; there are "):
+        execute.plan("smoke", [name])
+
+
 def test_a_notebook_that_takes_long_says_what_it_printed_last(house, monkeypatch):
     """The real thing: what a cell prints comes from the kernel while the cell runs."""
     monkeypatch.setattr(execute.progress, "LOG_SECONDS", 0.05)

@@ -1,10 +1,12 @@
 """Tables and sentences made of results: paired, corrected, named once, and following the data."""
 
+import re
+
 import numpy as np
 import pytest
 from fake_measurements import finished, measurement, study
 
-from predmoe import experiments, findings, headline, measurements, paths, refit, results, stats
+from predmoe import experiments, findings, headline, measurements, overview, paths, refit, results, stats
 
 
 # --- experiments: tables and sentences -------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ def test_answers_figure_claims_and_paper_stand_on_the_experiment_with_most_seeds
         found = results.load_all("smoke")
         claim = next(claim for claim in results.update_claims("smoke") if claim["id"] == "ranking-gain")
         lines = headline.answers(results.load_claims("smoke"), found)
-        hits, effects, costs = experiments.summary_tables(found)
+        hits, effects, costs = overview.summary_tables(found)
         means = effects.set_index(["arm", "horizon"])["mean"]
         assert experiments.primary(found) == claim["notebook"] == paper_figures.FIGURES["summary"].of(found) == name
         assert f"({name})" in lines[4] and f"{100 * gain + 0.2:+.2f} points" in lines[0] and claim["n"] == 5
@@ -220,9 +222,19 @@ def test_what_it_is_worth_by_other_versions_of_the_simulator_is_said_too(named):
     ours = [effect(kind, variant, mean, results.OURS) for kind, variant, mean in (("linear", "all mended", 0.008), ("ranking", "as published", -0.002), ("ranking", "all mended", 0.011), ("ranking", "unchecked", 0.007))]
     found["05_cache_simulation"]["effects"] = [*ours, *theirs] if named else [*theirs, *ours]
     told = headline.say_worth(found)
-    assert "2 other versions of the simulator give -0.20% to +0.70%, 1 with an interval that excludes zero." in told
+    assert "2 other versions of the simulator give -0.20% to +0.70%; 1 of 2 intervals excludes zero." in told
     assert "With linear predictors, by which the claims are judged, it is worth +0.80% [+0.45, +1.15]." in told
     assert headline.say_machine(found)[1] == "By other versions of the simulator, with ranking predictors: as published -0.20% [-0.55, +0.15]; unchecked +0.70% [+0.35, +1.05]."
+
+
+@pytest.mark.parametrize("means, words", [
+    ((0.006,), "Another version of the simulator gives +0.60%, by an interval that excludes zero."), ((0.001,), "Another version of the simulator gives +0.10%, by an interval that contains zero."),
+    ((0.008, 0.006), "2 other versions of the simulator give +0.60% to +0.80%; both intervals exclude zero."), ((0.001, -0.001), "2 other versions of the simulator give -0.10% to +0.10%; both intervals contain zero."),
+    ((0.008, -0.006, 0.001), "3 other versions of the simulator give -0.60% to +0.80%; 2 of 3 intervals exclude zero."), ((0.008, 0.008, 0.008), "3 other versions of the simulator give +0.80%; all intervals exclude zero."),
+])  # fmt: skip
+def test_how_many_intervals_of_other_versions_exclude_zero_is_said_whatever_their_number(means, words):
+    assert headline._others([{"mean": mean, "ci95": [mean - 0.0035, mean + 0.0035]} for mean in means]) == words
+    assert headline._others([{"mean": mean, "ci95": None} for mean in means]).endswith("%, in one seed, untested.")
 
 
 @pytest.mark.parametrize("means, held, words", [
@@ -323,15 +335,29 @@ def test_the_reference_effects_are_differences_of_its_own_levels():
 def test_a_claim_of_parts_is_not_counted_among_those_of_another_size():
     size = {"verdict": stats.PARTLY, "why": f"every interval excludes zero; {stats.OTHER_SIZE}: h = 1", "statement": "It helps."}
     told = headline.say_failed([size, size, size | {"parts": [{"verdict": stats.PARTLY, "why": size["why"]}]}])
-    assert told[-1] == "Of the 3 that are replicated in part, 2 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which did."
+    assert told[-1] == "Of the 3 that are replicated in part, 2 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which are replicated (of 1 none is, but one at least is partly)."
     assert headline.say_failed([size])[-1] == "Of the 1 that are replicated in part, 1 hold in direction and differ more than twofold in size."
+
+
+@pytest.mark.parametrize("counts, words", [
+    ((6, 13, 4, 6), "4 of the 23 claims that were tested (6 replicated, 13 partly, 4 not replicated); 6 more are not tested."),
+    ((2, 0, 0, 1), "None of the 2 claims that were tested (2 replicated, 0 partly, 0 not replicated); 1 more is not tested."),
+    ((1, 0, 1, 0), "1 of the 2 claims that were tested (1 replicated, 0 partly, 1 not replicated)."), ((0, 0, 0, 3), "Not known: none of the 3 claims has been tested."),
+])  # fmt: skip
+def test_the_verdicts_in_brackets_add_up_to_the_claims_that_were_tested(counts, words):
+    verdicts = (stats.REPLICATED, stats.PARTLY, stats.NOT_REPLICATED, stats.NOT_TESTED)
+    claims = [{"verdict": word, "why": "so", "statement": "It is."} for word, count in zip(verdicts, counts) for _ in range(count)]
+    first = headline.say_failed(claims)[0]
+    assert first == words
+    if bracket := re.search(r"of the (\d+) claims .*\((.*)\)", first):
+        assert int(bracket[1]) == sum(map(int, re.findall(r"\d+", bracket[2]))) == sum(counts[:3])
 
 
 def test_every_claim_that_is_replicated_in_part_is_accounted_for():
     size = {"verdict": stats.PARTLY, "why": f"every interval excludes zero; {stats.OTHER_SIZE}: h = 1", "statement": "It helps."}
     wide = {"verdict": stats.PARTLY, "why": "an interval reaches beyond 2 points, but none that does excludes zero", "statement": "It harms nobody."}
-    parts = {"verdict": stats.PARTLY, "why": "", "statement": "Both.", "parts": [{"verdict": stats.PARTLY, "why": ""}], "effects": []}
+    parts = {"verdict": stats.PARTLY, "why": "", "statement": "Both.", "parts": [{"verdict": word, "why": ""} for word in (stats.REPLICATED, stats.NOT_REPLICATED)], "effects": []}
     said = headline.say_failed([size, wide, parts])[-1]
-    assert said == ("Of the 3 that are replicated in part, 1 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which did; "
+    assert said == ("Of the 3 that are replicated in part, 1 hold in direction and differ more than twofold in size; 1 consists of several parts, not all of which are replicated; "
                     "“It harms nobody”: an interval reaches beyond 2 points, but none that does excludes zero.")  # fmt: skip
     assert headline.say_failed([wide])[-1].startswith("Of the 1 that are replicated in part, “It harms nobody”") and "in part" not in headline.say_failed([])[-1]

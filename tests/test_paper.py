@@ -1,28 +1,19 @@
-"""The paper: its numbers are generated, what is asked for exists, results of several commits are refused, and the PDF says what results.json says."""
+"""The paper: its numbers are generated, what is asked for exists, and results of several commits are refused."""
 
 import copy
-import gzip
-import io
 import json
-import os
 import re
-import shutil
-import subprocess
-import tarfile
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
+from paper_copy import change
 
-from predmoe import cli, experiments, paper, paper_build, paper_captions, paper_figures, paper_tables, paper_text, paths, references, results, tex
+from predmoe import cli, experiments, paper, paper_captions, paper_figures, paper_tables, paper_text, paths, results, tex
 from predmoe.config import ConfigError
 
 MAIN = (paper.FOLDER / "main.tex").read_text()
-BIBLIOGRAPHY = (paper.FOLDER / "references.bib").read_text()
-RECORDS = paths.ROOT.parent / "shared" / "reference" / "references.json"
 SPECS = yaml.safe_load((results.ASSETS / "claims.yaml").read_text())
-needs_latex = pytest.mark.skipif(not shutil.which("latexmk") or not shutil.which("pdftotext"), reason="LaTeX (latexmk) or pdftotext is not installed: .ci/run installs both")
 
 
 def made(profile, found):
@@ -40,26 +31,6 @@ def committed():
 def told(committed):
     """The values of the committed results, and the claims as they decide them."""
     return made("cpu", committed)
-
-
-@pytest.fixture
-def copied(tmp_path, monkeypatch):
-    """A copy of the committed results and of the paper's sources, to change; returns (profile's folder, paper's folder)."""
-    monkeypatch.setenv("PREDMOE_OUTPUTS", str(tmp_path / "outputs"))
-    for name in [*paper_text.EXPERIMENTS, "00_report"]:
-        if (paths.ROOT / "outputs" / "cpu" / name).exists():
-            shutil.copytree(paths.ROOT / "outputs" / "cpu" / name, tmp_path / "outputs" / "cpu" / name, ignore=shutil.ignore_patterns("*.ipynb", "*.svg", "*.png"))
-    (tmp_path / "paper").mkdir()
-    for name in ("main.tex", "references.bib"):
-        shutil.copy(paper.FOLDER / name, tmp_path / "paper")
-    return tmp_path / "outputs" / "cpu", tmp_path / "paper"
-
-
-def change(folder, experiment, edit):
-    path = folder / experiment / "results.json"
-    result = json.loads(path.read_text())
-    edit(result)
-    path.write_text(json.dumps(result))
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------------
@@ -339,128 +310,3 @@ def test_figures_are_redrawn_to_the_same_bytes_with_words_for_who_cannot_see_the
     for name in first:
         pdf = (tmp_path / "a" / f"{name}.pdf").read_bytes()
         assert pdf == (tmp_path / "b" / f"{name}.pdf").read_bytes() and b"/Type3" not in pdf
-
-
-# --- references --------------------------------------------------------------------------------------------------------------
-
-def test_the_bibliography_is_sound():
-    assert references.lint(BIBLIOGRAPHY, MAIN) == []
-
-
-@pytest.mark.skipif(not RECORDS.exists(), reason="the verified list of references (../shared/reference/references.json) is not part of a clean checkout")
-def test_titles_ids_and_authors_are_those_of_the_verified_list():
-    records = json.loads(RECORDS.read_text())
-    assert references.lint(BIBLIOGRAPHY, MAIN, records) == []
-    assert references.write(records, references.cited(MAIN)) == BIBLIOGRAPHY
-
-
-RECORD = {"key": "doe2024routing", "title": "Routing & more", "authors": ["Ann Doe", "Bo Roe"], "year": "2024", "arxiv": "2401.01234", "venue": "", "verified": True}
-ORIGIN = RECORD | {"key": references.ORIGIN, "title": "The study", "arxiv": "", "venue": "GitHub: a/b"}
-CITING = rf"\citep{{doe2024routing}} \citet{{{references.ORIGIN}}}"
-
-
-def test_what_is_written_from_records_passes_the_lint():
-    assert references.lint(references.write([RECORD, ORIGIN], references.cited(CITING)), CITING, [RECORD, ORIGIN]) == []
-
-
-@pytest.mark.parametrize("edit, text, said", [
-    (lambda bib: bib + bib, CITING, "doe2024routing stands twice"), (lambda bib: bib, CITING + r"\cite{absent2020}", "absent2020 is cited and has no entry"),
-    (lambda bib: bib, rf"\cite{{{references.ORIGIN}}}", "doe2024routing has an entry and is never cited"), (lambda bib: bib, r"\cite{doe2024routing}", "the origin of the method, is not cited"),
-    (lambda bib: bib.replace("2401.01234", "24.1"), CITING, "24.1 is no arXiv id"), (lambda bib: bib.replace("  year = {2024},\n", "", 1), CITING, "doe2024routing has no year"),
-    (lambda bib: bib.replace("  eprint = {2401.01234},\n", ""), CITING, "doe2024routing has neither an arXiv id nor a DOI"),
-    (lambda bib: bib.replace("Routing", "Rooting"), CITING, "doe2024routing: the title is"), (lambda bib: bib.replace("Ann", "Anna"), CITING, "doe2024routing: the author is"),
-])  # fmt: skip
-def test_the_lint_finds(edit, text, said):
-    bib = edit(references.write([RECORD, ORIGIN], references.cited(CITING)))
-    assert any(said in wrong for wrong in references.lint(bib, text, [RECORD, ORIGIN]))
-
-
-def test_a_record_that_is_not_verified_is_not_written():
-    with pytest.raises(ConfigError, match="doe2024routing is cited, but its record is not verified"):
-        references.write([RECORD | {"verified": False}, ORIGIN], ["doe2024routing"])
-
-
-# --- building ----------------------------------------------------------------------------------------------------------------
-
-def test_without_latex_the_packages_are_named_and_nothing_is_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(paper, "FOLDER", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert cli.main(["paper"]) == 2 and "apt-get install --no-install-recommends texlive" in capsys.readouterr().err and not list(tmp_path.iterdir())
-
-
-def test_an_archive_takes_no_other_files_place(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(paper_build, "need_latex", lambda: None)
-    monkeypatch.setattr(paper, "write", lambda *_, **__: pytest.fail("nothing is made before the archive's place is looked at"))
-    notes = tmp_path / "notes.tex"
-    notes.write_text("mine")
-    for place, said in ((notes, "is no gzip archive: it is left as it is"), (tmp_path, "is a folder: name the archive"), (notes / "a.tar.gz", "notes.tex is a file; name another folder")):
-        assert cli.main(["paper", "--bundle", str(place)]) == 2 and said in capsys.readouterr().err
-    assert notes.read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["notes.tex"]
-    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(b""))
-    for place in (tmp_path / "a.tar.gz", tmp_path / "new" / "folder" / "a.tar.gz"):
-        assert paper_build.target_of(place) == place
-
-
-def test_make_and_ci_name_the_same_packages_and_make_fails_without_them(tmp_path):
-    for name in ("Makefile", ".ci/run"):
-        assert " ".join(paper_build.PACKAGES) in (paths.ROOT / name).read_text()
-    for name in ("make", "sh"):
-        (tmp_path / name).symlink_to(shutil.which(name))
-    done = subprocess.run(["make", "paper"], cwd=paths.ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
-    assert done.returncode and " ".join(paper_build.PACKAGES) in done.stdout
-
-
-@pytest.mark.parametrize("line, said", [
-    ("LaTeX Warning: Reference `fig:none' on page 3 undefined on input line 5.", "undefined reference fig:none"),
-    ("Package natbib Warning: Citation `none2020' on page 1 undefined on input line 9.", "undefined citation none2020"),
-    ("Missing character: There is no � in font ec-lmr10!", "no glyph"), ("Overfull \\hbox (5.3pt too wide) in paragraph at lines 3--9", "a line sticks out by 5.3 pt"),
-])  # fmt: skip
-def test_the_log_is_read_for_what_a_reader_would_stumble_over(line, said):
-    assert said in paper_build.faults(line)[0]
-    assert paper_build.faults("Overfull \\hbox (4.9pt too wide) in paragraph at lines 3--9") == []
-
-
-def text_of(pdf):
-    return " ".join(subprocess.run(["pdftotext", "-layout", pdf, "-"], capture_output=True, text=True, check=True).stdout.split())
-
-
-@needs_latex
-@pytest.mark.slow
-def test_the_archive_compiles_in_an_empty_folder_and_a_changed_result_changes_the_pdf(copied, tmp_path):
-    """The whole way: numbers, figures, PDF without a fault, archive; then another value in results.json, and another text."""
-    folder, target = copied
-    paper.write("cpu", target, any_commit=True)
-    before = text_of(paper_build.compile(target))
-    archive = paper_build.bundle(target, tmp_path / "sources.tar.gz")
-    with tarfile.open(fileobj=io.BytesIO(gzip.decompress(archive.read_bytes()))) as held:
-        names = held.getnames()
-    assert {"main.tex", "main.bbl", "numbers.tex", "references.bib", "figures/summary.pdf"} <= set(names) and not [name for name in names if Path(name).is_absolute()]
-
-    decided = next(e for e in paper_text.decide(paper.load("cpu"), SPECS) if e["id"] == "quality-cost")
-    cost = decided["measured"]
-    change(folder, decided["notebook"], lambda r: [row.update(val_loss=row["val_loss"] * 1.1) for row in r["arms"] if row["arm"] == "joint"])
-    notes = paper.write("cpu", target, any_commit=True, figures=False)
-    after = text_of(paper_build.compile(target))
-    assert any("claims.json" in note for note in notes)
-    shown = re.search(r"\+?-?[\d.]+%", cost)[0].replace("-", "−")
-    assert shown in before and before != after and "+10." in after
-
-    (target / "main.tex").write_text(MAIN.replace("% --- results begin ---", r"\claim{no-such-claim}{verdict}"))
-    with pytest.raises(ConfigError, match="LaTeX stopped: .*no value is named claim.no-such-claim.verdict"):
-        paper_build.compile(target)
-
-
-@needs_latex
-@pytest.mark.slow
-def test_the_pdf_has_metadata_bookmarks_and_alternative_texts(copied):
-    _, target = copied
-    notes = paper.write("cpu", target, any_commit=True)
-    assert all("commit" in note for note in notes if "claims.json" not in note)
-    pdf = paper_build.compile(target)
-    about = subprocess.run(["pdfinfo", pdf], capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C.UTF-8"}).stdout
-    assert re.search(r"Title: +Can a mixture of experts", about) and re.search(r"Keywords: +mixture of experts", about) and re.search(r"Author: +\S", about)
-    plain = MAIN.replace(r"\usepackage{bookmark}", r"\usepackage{bookmark}\pdfcompresslevel=0 \pdfobjcompresslevel=0")
-    (target / "main.tex").write_text(plain)
-    raw = paper_build.compile(target).read_bytes()
-    drawn = len(list((target / "figures").glob("*.pdf")))
-    assert raw.count(b"/Span <</Alt (") == drawn + 1 == raw.count(b"\nEMC\n") and b"/Outlines" in raw   # and the drawing of the data path

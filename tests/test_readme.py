@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from predmoe import paths, readme
+from predmoe import paths, readme, results
 
 
 def test_the_computed_parts_are_up_to_date():
@@ -17,6 +17,22 @@ def test_every_link_points_at_a_file_of_the_repository():
     assert links
     missing = [link for link in links if "://" not in link and not (paths.ROOT / link).exists()]
     assert not missing
+
+
+def test_every_profile_is_named_and_one_that_few_notebooks_have_with_these():
+    text = readme.README.read_text()
+    for profile in paths.profiles():
+        assert f"`{profile}`" in text and f"`{profile}`" in results.glossary(), profile
+        having = sorted(path.parent.name for path in paths.PARAMS.glob(f"*/{profile}.yaml"))
+        if 0 < len(having) < len(list(paths.PARAMS.iterdir())) // 2:
+            assert f"`{profile}`, which {' and '.join(f'`{name}`' for name in having)} alone have" in text
+
+
+def test_it_names_the_notebook_that_decides_a_claim():
+    """As the committed results decide it (`claims.deciding`)."""
+    told = re.findall(r"`([a-z-]+)`, which `(\d\d_\w+)`\s+decides", readme.README.read_text())
+    decided, specs = {claim["id"]: claim["notebook"] for claim in results.load_claims("cpu")}, {spec["id"]: spec["notebook"] for spec in results.claim_specs()}
+    assert told and {name: decided[name] for name, _ in told} == dict(told) and all("06_seeds" in specs[name] for name, _ in told)
 
 
 def test_the_goal_of_the_training_step_is_judged_by_what_was_measured():

@@ -143,6 +143,20 @@ def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_p
     assert f"0 of {len(items)} runs are done; {len(items)} not begun (missing). About unknown hours are left" in plan.tell(items, 2)
 
 
+def test_the_last_line_counts_a_run_once_that_several_notebooks_share_and_a_single_notebook_has_none(tmp_path):
+    first = plan.plan("smoke", FIRST, store=tmp_path)[0]
+    measured(tmp_path, first)
+    items = plan.plan("smoke", FIRST, store=tmp_path)
+    head, *lines = plan.tell(items, 2).partition("\n\n")[0].splitlines()
+    assert lines.pop().endswith("the last line counts each run once.") and len(first.notebooks) > 1
+    names, counts = [line[:22].strip() for line in lines], [line[22:].split() for line in lines]
+    assert names == [*dict.fromkeys(name for item in items for name in item.notebooks), plan.ALL] and head[22:].split()[:2] == ["runs", "done"]
+    assert counts[-1][:4] == [str(len(items)), "1", "0", str(len(items) - 1)] and sum(int(count[0]) for count in counts[:-1]) > len(items)
+    assert float(counts[-1][4]) == pytest.approx(sum(float(count[4]) for count in counts[:-1]), abs=0.06 * len(counts))
+    alone = plan.tell(plan.plan("smoke", ["01"], store=tmp_path), 2)
+    assert plan.ALL not in alone and "counts each run once" not in alone
+
+
 def test_time_left_is_what_like_runs_took(tmp_path):
     first, second, *_ = plan.plan("smoke", FIRST, store=tmp_path)
     measured(tmp_path, first)
