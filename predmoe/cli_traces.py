@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import arguments, cli_hf
 from .config import ConfigError
-from .files import write_text
+from .files import replaced_by, write_text
 from .strict import shown
 
 ARMS = {"baseline": {}, "joint": {"lambda_pred": 0.3}}
@@ -135,8 +135,8 @@ def _may_write(out: Path, taken: Sequence[Path], replaced: bool) -> None:
     out.open("ab").close()
     if new:
         out.resolve().unlink()   # not a link that led nowhere before
-    if replaced:
-        tempfile.NamedTemporaryFile(dir=out.parent).close()
+    if place := out if replaced else replaced_by(out):   # a trace replaces a link itself
+        tempfile.NamedTemporaryFile(dir=place.parent).close()   # where it is written first
 
 
 def _whole_numbers(text: str, separator: str) -> int | tuple[int, ...]:

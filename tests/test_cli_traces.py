@@ -308,6 +308,24 @@ def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old"] and (tmp_path / "link").is_symlink()
 
 
+def test_a_file_in_a_folder_that_takes_no_new_one_is_refused_before_the_work(file, tmp_path, capsys, monkeypatch):
+    """It is replaced by one that is written beside it. (As root every folder takes one: hence the double.)"""
+    asked = []
+
+    def refusing(*, dir):
+        asked.append(dir)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(cli_traces.tempfile, "NamedTemporaryFile", refusing)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "old").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "old")
+    refused(capsys, ["simulate", file, "--slots", 6, "--csv", tmp_path / "link"], f"{tmp_path / 'link'} cannot be written: Permission denied")
+    assert asked == [tmp_path / "folder"] and (tmp_path / "folder" / "old").read_text() == "kept"
+    cli_traces.may_write(Path("/dev/null"))
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("option", ["--csv", "--json"])
 def test_a_disk_that_fills_up_leaves_the_table_on_the_screen(file, capsys, option):
     assert cli.main(["simulate", str(file), "--slots", "6", "--quiet", option, "/dev/full"]) == 2
