@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _leave(code: int) -> None:
     """End the process after its cleaning up, without taking the interpreter apart: with torch and numba in it that takes most of a second of a core, and many on a busy machine."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)   # a second Ctrl-C ends it at once, where it would be a traceback
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):   # closed

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +93,40 @@ STOPPED = "predmoe: stopped by {}; the last checkpoint and all that is finished 
 ENDS = pytest.mark.parametrize("how, code, said", [
     (signal.SIGINT, 130, INTERRUPTED), (signal.SIGTERM, 143, STOPPED.format("SIGTERM")), (signal.SIGHUP, 129, STOPPED.format("SIGHUP")),
 ])  # fmt: skip
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
+    """Even where what is imported keeps the exception to itself, as some callbacks of Python's own import do."""
+    program = f"""if True:
+        import pathlib, sys, time
+        class Slow:
+            def find_spec(self, name, *_):
+                if name == "predmoe.cli":
+                    pathlib.Path({str(tmp_path / "started")!r}).touch()
+                    try:
+                        time.sleep(400)
+                    except KeyboardInterrupt:
+                        time.sleep(400)
+        sys.meta_path.insert(0, Slow())
+        from predmoe.__main__ import main
+        sys.exit(main())
+    """
+    assert ended([sys.executable, "-c", program], signal.SIGINT, (tmp_path / "started").exists) == (130, "predmoe: interrupted before it began\n")
+
+
+def test_the_program_hears_ctrl_c_as_it_did_once_it_is_imported(monkeypatch):
+    from predmoe import __main__ as program, paths
+
+    seen = []
+    monkeypatch.setattr(cli, "main", lambda: seen.append(signal.getsignal(signal.SIGINT)) or 7)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for mine in (signal.default_int_handler, signal.SIG_IGN):   # the latter as in a shell's background
+            signal.signal(signal.SIGINT, mine)
+            assert program.main() == 7 and seen.pop() == mine
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {"predmoe": "predmoe.__main__:main"}
 
 
 @ENDS

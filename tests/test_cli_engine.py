@@ -212,14 +212,16 @@ def test_a_reader_that_leaves_is_one_sentence(tmp_path):
 
 
 def test_the_program_cleans_up_before_it_leaves(monkeypatch):
-    done = []
+    done, again = [], []
     monkeypatch.setattr(sys, "argv", ["predmoe", "generate"])
+    monkeypatch.setattr(cli.signal, "signal", lambda *how: again.append(how))
     monkeypatch.setattr(cli.atexit, "_run_exitfuncs", lambda: done.append("atexit"))
     monkeypatch.setattr(cli.os, "_exit", done.append)
     for code, ends in ((130, ["atexit", 130]), (143, ["atexit", 143]), (2, []), (0, [])):
         monkeypatch.setattr(cli, "_run", lambda arguments, code=code: code)
         assert cli.main() == code and done == ends and cli.main(["generate"]) == code and done == ends
         done.clear()
+    assert again == [(signal.SIGINT, signal.SIG_DFL)] * 2   # a second Ctrl-C meanwhile is no traceback
 
 
 def test_an_export_that_is_stopped_says_what_is_true_of_it(tmp_path, monkeypatch, capsys):
