@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .strict import ConfigError
@@ -50,6 +50,13 @@ def whole(text: str) -> int:
     if len(text.strip()) > DIGITS:   # Python itself refuses thousands of them
         raise argparse.ArgumentTypeError(f"{_cut(text)} is not a whole number of at most {DIGITS} digits")
     return int(text)
+
+
+def unused(given: Mapping[str, object], why: str) -> None:
+    """Raise ConfigError for options that would be ignored, and `why`. `given`: option -> its value, None or an empty list where it was not given."""
+    if idle := [option for option, value in given.items() if value is not None and value != []]:
+        it = "it" if len(idle) == 1 else "them"
+        raise ConfigError(f"{', '.join(idle)} would have no effect {why}, or leave {it} out")
 
 
 def _cut(text: str) -> str:

@@ -133,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--train", "--run", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
     command.add_argument("--parallel", type=int, default=2, help="runs side by side (default: 2)")
     command.add_argument("--worker", action="store_true", help="with --run: claim one run after the other from a store that other machines work on too ($PREDMOE_STORE)")
-    command.add_argument("--nproc", type=int, default=1, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
-    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
+    command.add_argument("--nproc", type=int, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
+    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_plan, again=GOES_ON)
 
     command = commands.add_parser("train", help="train one model and print its folder")
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
                          help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
     command.add_argument("--store", type=kinds.folder, help="the run store's folder (default: the one of the tier's profile)")
     command.add_argument("--nproc", type=int, default=1, help="processes that share the run, on GPUs one per GPU (default: 1)")
-    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
+    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_train, again=GOES_ON)
 
     command = commands.add_parser("gpu-report", help="tier A on one GPU without a network, some minutes at a time; each call goes on where the last stopped")
@@ -195,10 +195,11 @@ def _plan(options) -> int:
 
     if options.parallel < 1:
         raise ConfigError(f"--parallel {options.parallel}: at least one run goes at a time")
-    if options.nproc < 1:
-        raise ConfigError(f"--nproc {options.nproc}: a run needs at least one process")
+    nproc = _nproc(options)
     if options.worker and not options.train:
         raise ConfigError("--worker works runs off: write --run --worker")
+    if not options.worker:
+        kinds.unused({"--nproc": options.nproc}, "here: give --run --worker, or --parallel for runs side by side")
     items = plan.plan(options.profile, options.only)
     only = f" --only {' '.join(options.only)}" if options.only else ""
     print(plan.tell(items, options.parallel, "" if options.train else f"predmoe plan --profile {options.profile}{only} --parallel {options.parallel} --train"))
@@ -206,7 +207,7 @@ def _plan(options) -> int:
     if options.train:
         try:
             if options.worker:
-                done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=options.nproc, engine=options.engine)
+                done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=nproc, engine=options.engine or "ddp")
                 report(f"this worker did {done} runs; nothing is left")
             else:
                 plan.train(items, options.profile, parallel=options.parallel, report=report)
@@ -215,7 +216,18 @@ def _plan(options) -> int:
     return 0
 
 
+def _nproc(options) -> int:
+    """Processes of a run. Raises ConfigError where there is none, or --engine says how the only one shares it."""
+    nproc = 1 if options.nproc is None else options.nproc
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: a run needs at least one process")
+    if nproc == 1:
+        kinds.unused({"--engine": options.engine}, "on a run of one process: give --nproc")
+    return nproc
+
+
 def _train(options) -> int:
+    nproc = _nproc(options)
     changes = sections(options.changes)
     if options.seed is not None and changes.get("train", {}).get("seed", options.seed) != options.seed:
         raise ConfigError(f"--seed {options.seed} and --set train.seed={changes['train']['seed']} differ; give one of them")
@@ -223,7 +235,7 @@ def _train(options) -> int:
     from . import runs
 
     profile = {"a": "tier_a", "b": "tier_b"}.get(options.tier, options.tier)
-    several = {} if options.nproc == 1 else {"nproc": options.nproc, "engine": options.engine}
+    several = {} if nproc == 1 else {"nproc": nproc, "engine": options.engine or "ddp"}
     try:
         run = runs.get_or_train(run_config, store=options.store or runs.default_store(profile), report=lambda line: print(line, file=sys.stderr), **several)
     except runs.RunFailed as error:

@@ -101,9 +101,9 @@ def record(options):
     from .hf_models import load, tokenizer_of
     from .hf_record import record_texts
 
-    others = {"profile": options.profile, "arm": options.arm, "seed": options.seed, "set": options.changes, "generated": options.generated, "per-domain": options.per_domain,
+    others = {"profile": options.profile, "arm": options.arm, "seed": options.seed, "set": options.changes, "generated": options.generated or None, "per-domain": options.per_domain,
               "temperature": options.temperature, "generation-seed": options.generation_seed, "predictors": options.predictors}  # fmt: skip
-    if given := [f"--{name}" for name, value in others.items() if value not in (None, False, [])]:
+    if given := [f"--{name}" for name, value in others.items() if value is not None and value != []]:
         raise ConfigError(f"{', '.join(given)} cannot go with --model: {'it belongs' if len(given) == 1 else 'they belong'} to recording a profile's model")
     if options.out is None:
         raise ConfigError("--model needs --out, the trace's file")

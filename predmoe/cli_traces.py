@@ -21,6 +21,7 @@ from .strict import shown
 ARMS = {"baseline": {}, "joint": {"lambda_pred": 0.3}}
 SHOWN = ("tok_s", "stall_ms", "hit_rate", "in_flight_rate", "demand_mb", "prefetch_mb", "wasted_mb", "p50_ms", "p99_ms", "ttft_ms", "issued", "useful", "late", "wasted", "energy_j")
 COLUMNS = {"policy": "predictor", "cache_policy": "policy"}   # a sweep's names for what the options call so
+AHEAD = ("horizon", "budget", "threshold", "guard", "expire", "cancel", "promote", "cross_token")   # what concerns a prefetch alone
 
 
 def add(commands) -> None:
@@ -264,7 +265,7 @@ def _record(options) -> int:
         print(f"{options.out}: {_size(cli_hf.record(options))}")
         return 0
     given = {"--text": options.text, "--text-file": options.text_file, "--horizon": options.horizon, "--heads": options.heads, "--tokenizer": options.tokenizer, "--dtype": options.dtype, "--device": options.device}
-    if alone := [name for name, value in given.items() if value]:
+    if alone := [name for name, value in given.items() if value is not None and value != []]:
         raise ConfigError(f"{', '.join(alone)} can only go with --model: a profile's models are recorded on held-out text")
     profile, arm = options.profile or "smoke", options.arm or "baseline"
     asked = {name: getattr(options, name) for name in ("per_domain", "tokens", "prompt", "guesses", "temperature")}
@@ -289,9 +290,11 @@ def _simulate(options) -> int:
     if (options.slots is None) == (options.bytes is None):
         raise ConfigError("say what the cache holds: either --slots or --bytes")
     may_write(options.csv, options.json, but=[options.trace])
+    if not options.generated:
+        arguments.unused({"--temperature": options.temperature, "--generation-seed": options.generation_seed}, "on held-out text, where nothing is drawn: give --generated")
     trace = traces.load(options.trace)
     names = {"policy": "cache_policy", "predictor": "policy"}
-    axes = ("predictor", "slots", "bytes", "policy", "scope", "pinned", "horizon", "budget", "threshold", "guard", "expire", "cancel", "promote", "cross_token",
+    axes = ("predictor", "slots", "bytes", "policy", "scope", "pinned", *AHEAD,
             "latency_ms", "gb_per_s", "lanes", "noise", "attention_ms", "expert_ms", "shared_ms", "head_ms", "overlap")  # fmt: skip
     grid = {names.get(name, name): getattr(options, name) for name in axes if getattr(options, name) is not None}
     grid["policy"] = grid.pop("policy")   # last, so that the predictors of one setting stand together
@@ -311,6 +314,9 @@ def _simulate(options) -> int:
     if options.json:
         rows = [{name: _plain(value) for name, value in row.items()} for row in table.to_dict("records")]
         facts = {"model": trace.meta.model, "source": trace.meta.source, "domain": trace.meta.domain, "on_policy": trace.meta.on_policy, "notes": trace.meta.notes}
+    if set(options.predictor) == {"demand"}:
+        arguments.unused({"--no-expire" if name == "expire" else "--no-promote" if name == "promote" else f"--{name.replace('_', '-')}": getattr(options, name) for name in AHEAD},
+                         "where --predictor asks for demand alone: name a predictor")  # fmt: skip
         settings = {"warmup": options.warmup, "cold": options.cold, "streaming": options.streaming, "joules_per_gb": options.joules_per_gb}
         write_text(options.json, json.dumps({"trace": facts, "settings": settings, "rows": rows}, indent=1, allow_nan=False) + "\n")
     return 0

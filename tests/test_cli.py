@@ -51,6 +51,10 @@ def test_report_executes_writes_pages_and_carries_on(house, capsys):
         (["train", "--set", "data.corpus=offline:3"], "corpus='offline:3' is unknown"),
         (["train", "--set", "data.corpus=fineweb-edu:many"], "what follows the colon must be a number of documents"),
         (["train", "--set", "data.corpus=files:,"], "names no path"),
+        (["train", "--nproc", "0"], "--nproc 0: a run needs at least one process"),
+        (["train", "--engine", "fsdp"], "--engine would have no effect on a run of one process: give --nproc, or leave it out"),
+        (["plan", "--engine", "ddp"], "--engine would have no effect on a run of one process"),
+        (["plan", "--train", "--nproc", "2"], "--nproc would have no effect here: give --run --worker, or --parallel for runs side by side, or leave it out"),
         (["train", "--set", "data.tokenizer=nonsense"], "tokenizer='nonsense' is unknown; choose one of bpe8k, gpt2"),
     ],
 )

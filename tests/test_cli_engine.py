@@ -277,7 +277,12 @@ def test_a_failing_disk_ends_with_a_sentence_and_the_summary(monkeypatch, capsys
     (["--temperature", "nan"], "--temperature: nan is not a finite number of at least 0"),
     (["--temperature", "1", "--seed", "-99999999999999999999"], "--seed=-99999999999999999999 must lie in"),
     (["--record", "/none/t.trace"], "/none: no such folder to write t.trace in"),
-    (["--future", "/none.trace"], "/none.trace: No such file or directory"),
+    (["--future", "/none.trace", "--pinned", "1"], "/none.trace: No such file or directory"),
+    (["--budget", "0", "--horizon", "1+2"], "--horizon, --budget would have no effect without a prefetch: name one with --prefetch, or leave them out"),
+    (["--prefetch", "none", "--no-expire"], "--no-expire would have no effect without a prefetch"),
+    (["--threshold", "0.5", "--guard", "none", "--cancel"], "--threshold, --guard, --cancel would have no effect without a prefetch"),
+    (["--seed", "0"], "--seed would have no effect at --temperature 0, where nothing is drawn: give a temperature, or leave it out"),
+    (["--future", "/none.trace", "--prefetch", "linear"], "--future would have no effect here: give --prefetch oracle, --policy belady or static, or --pinned"),
 ])  # fmt: skip
 def test_what_cannot_be_generated_is_one_sentence(capsys, arguments, said):
     refused(capsys, [*command(house().folder), *arguments], said)

@@ -255,6 +255,8 @@ def test_what_is_no_number_is_refused_before_anything_is_read(file, capsys, opti
     refused(capsys, ["simulate", file, option, value], value)
 
 
+    (["--slots", 4, "--predictor", "demand", "--horizon", 1, 2, "--no-promote"], "--horizon, --no-promote would have no effect where --predictor asks for demand alone"),
+    (["--slots", 4, "--predictor", "demand", "--no-expire", "--cross-token"], "--no-expire, --cross-token would have no effect where"),
 def test_promotion_can_be_switched_off(file, tmp_path, capsys):
     """Four guesses a layer on a slow disk leave stale ones in the queue, behind which a demanded one waits longer than before them."""
     out, options = tmp_path / "t.csv", ["--slots", "8", "--predictor", "linear", "--budget", "2", "--gb-per-s", "0.00001", "--latency-ms", "1", "--no-expire", "--quiet"]
@@ -383,3 +385,5 @@ def test_record_asks_for_the_arms_run_and_says_where_the_trace_lies(house, monke
 ])
 def test_a_recording_that_cannot_be_made_is_one_sentence(house, capsys, options, said):
     refused(capsys, ["trace", "record", *options], said)
+    (["--temperature", 0], "--temperature would have no effect on held-out text, where nothing is drawn: give --generated, or leave it out"),
+    (["--generation-seed", 0, "--temperature", 1], "--temperature, --generation-seed would have no effect on held-out text"),
