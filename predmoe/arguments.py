@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -21,6 +22,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
         self.register("type", int, whole)   # of every `type=int`
+
+    def _print_message(self, message: str, file=None):
+        print(message, end="", file=file or sys.stderr, flush=True)   # argparse keeps a failure to itself
 
     def error(self, message: str):
         raise ConfigError(f"{message.removeprefix('argument ')} ({self.prog} --help lists what it takes)")

@@ -75,7 +75,7 @@ def _leave(code: int) -> None:
     """End the process after its cleaning up, without taking the interpreter apart: with torch and numba in it that takes most of a second of a core, and many on a busy machine."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)   # a second Ctrl-C ends it at once, where it would be a traceback
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):   # closed
             stream.flush()
     os._exit(code)
@@ -87,14 +87,17 @@ def _run(arguments: Sequence[str] | None) -> int:
         options = _parser().parse_args(arguments)
         variables.check()
         with _stopping():
-            return options.command(options)
+            code = options.command(options)
+            _flush()
+            return code
     except ConfigError as error:
         return _say(str(error), 2)
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):   # else Python would write what is left to it once more, at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         return _say("whoever read what is printed has closed it (head, for instance): the rest is not computed", 128 + signal.SIGPIPE)
     except OSError as error:
+        if (unprinted := _unprinted(error)) is not None:
+            return _say(f"what is printed cannot be written: {os.strerror(unprinted)}; free some space there or print it elsewhere, and run the same command again", 2)
         if error.errno in UNUSABLE and error.filename:
             return _say(f"cannot use {error.filename}: {error.strerror}; name another folder or change its permissions", 2)
         if error.errno == errno.ENOENT and "temporary directory" in str(error):   # what torch imports asks for one, which a full disk has not
@@ -110,8 +113,33 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _say(f"interrupted; {options.again}", 130)
 
 
+def _flush() -> None:
+    """Print what is still to be printed: where that fails at Python's own end, it is no sentence."""
+    if sys.stdout:   # None where it was closed from the start
+        sys.stdout.flush()
+
+
+def _unprinted(error: OSError) -> int | None:
+    """The error's number where `error` is of standard output, which is given up then; else None."""
+    try:
+        _flush()
+        if error.filename is None:   # where nothing is buffered, nothing is left that would fail again: one line more shows it
+            print(flush=True)
+    except OSError as again:
+        _print_no_more()
+        return again.errno
+    return None
+
+
+def _print_no_more() -> None:
+    """Else Python would write what is left to standard output once more, at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _say(sentence: str, code: int) -> int:
-    print(f"predmoe: {sentence}", file=sys.stderr)
+    with contextlib.suppress(OSError):   # where nobody can be told, the code tells
+        print(f"predmoe: {sentence}", file=sys.stderr)
     return code
 
 

@@ -1,4 +1,5 @@
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -84,6 +85,37 @@ def test_a_full_disk_and_a_folder_that_cannot_be_used_are_sentences_and_another_
     monkeypatch.setattr(execute, "plan", raising(OSError(errno.EMFILE, "too many", "x")))
     with pytest.raises(OSError, match="too many"):
         cli.main(["report"])
+
+
+@pytest.mark.parametrize("how, flush", [({}, True), ({}, False), ({"write_through": True}, False)], ids=["at once", "at the end", "unbuffered"])
+def test_what_cannot_be_printed_is_one_sentence(monkeypatch, capsys, how, flush):
+    monkeypatch.setattr(execute, "plan", lambda *_: print("text", flush=flush) or [])
+    monkeypatch.setattr("predmoe.report.write", lambda *_: None)
+    with open("/dev/full", "wb", buffering=0 if how else -1) as full, monkeypatch.context() as printed:
+        printed.setattr(sys, "stdout", io.TextIOWrapper(full, **how))
+        assert cli.main(["report"]) == 2
+    assert capsys.readouterr().err == "predmoe: what is printed cannot be written: No space left on device; free some space there or print it elsewhere, and run the same command again\n"
+
+
+def test_whoever_reads_no_more_or_nothing_at_all(monkeypatch, capsys):
+    monkeypatch.setattr(execute, "plan", lambda *_: print("text") or [])
+    monkeypatch.setattr("predmoe.report.write", lambda *_: None)
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as pipe, monkeypatch.context() as printed:   # what is printed is written at the end alone
+        printed.setattr(sys, "stdout", pipe)
+        assert cli.main(["report"]) == 141
+    assert capsys.readouterr().err.startswith("predmoe: whoever read what is printed has closed it")
+    monkeypatch.setattr(sys, "stdout", None)   # closed from the start
+    assert cli.main(["report"]) == 0
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=raising(OSError(errno.ENOSPC, "full"))))
+    assert cli.main(["report", "--nonsense"]) == 2   # and nobody can be told
+
+
+def test_help_that_cannot_be_printed_is_one_sentence():
+    with open("/dev/full", "w") as full:
+        called = subprocess.run([sys.executable, "-m", "predmoe", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": ""})
+    assert called.returncode == 2 and called.stderr.startswith("predmoe: what is printed cannot be written: No space left on device;") and called.stderr.count("\n") == 1
 
 
 def test_an_interrupt_says_how_to_go_on(monkeypatch, capsys):
