@@ -18,14 +18,27 @@ from predmoe.config import ConfigError, build
 
 
 def write_json(path: Path, value) -> None:
-    """Replace `path` by `value` as JSON, whole or not at all; several processes may do so at a time."""
+    """Replace `path` by `value` as JSON, whole or not at all; several processes may do so at a time. Raises ConfigError, and leaves what is there, where a number is
+    not finite: JSON has no word for it, and it is no result."""
+    try:
+        text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    except ValueError:
+        raise ConfigError(f"{path} is not written: {_first_not_finite(value)}, which is no result") from None
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        partial.write_text(json.dumps(value, indent=1) + "\n")
+        partial.write_text(text)
         partial.replace(path)
     except OSError as error:  # of a failed write, which does not say of which file
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _first_not_finite(value, place: str = "") -> str:
+    """Where in it, and what: "hit.linear.2 is nan"; empty where every number is finite."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"{place or 'it'} is {value}"
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return next(filter(None, (_first_not_finite(part, f"{place}.{name}" if place else str(name)) for name, part in parts)), "")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,13 +1,15 @@
 """The small files of a run: whatever is in them is read, or refused with a sentence that names the file."""
 
+import math
 import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from predmoe.config import ConfigError, DataConfig, ModelConfig, build
-from predmoe.files import parse_json, parse_yaml, read_config, read_json, read_lines, write_text
+from predmoe.files import parse_json, parse_yaml, read_config, read_json, read_lines, write_json, write_text
 
 DEEP, LONG = '{"a": ' + "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
 
@@ -17,6 +19,17 @@ def test_json_that_cannot_be_read_is_a_value_error(text):
     with pytest.raises(ValueError):
         parse_json(text)
     assert parse_json('{"a": [1]}') == {"a": [1]}
+
+
+@pytest.mark.parametrize("value, said", [
+    ({"val_loss": float("nan")}, "val_loss is nan"), ({"seed": 1, "hit": {"linear": {"1": 0.5, "2": [0.1, np.float64("inf")]}}}, "hit.linear.2.1 is inf"), ([(1.0, -math.inf)], "0.1 is -inf"),
+])  # fmt: skip
+def test_what_is_no_number_is_no_result(tmp_path, value, said):
+    write_json(tmp_path / "a.json", {"old": 1.0})
+    for path in (tmp_path / "a.json", tmp_path / "b.json"):
+        with pytest.raises(ConfigError, match=f"^{path} is not written: {said}, which is no result$"):
+            write_json(path, value)
+    assert read_json(tmp_path / "a.json") == {"old": 1.0} and [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_a_result_replaces_a_file_whole_or_leaves_it_as_it_was(tmp_path, monkeypatch):
