@@ -84,7 +84,7 @@ def _export(options) -> int:
     folder = options.checkpoint
     if (folder / "checkpoint" / "config.json").is_file():   # a run of the store
         folder = folder / "checkpoint"
-    manifest = export(folder, options.out, dtype=options.dtype, heads=heads or None, tokenizer=options.tokenizer, name=options.name,
+    manifest = export(folder, options.out, dtype=options.dtype, heads=heads or None, tokenizer=options.tokenizer, name=options.name or options.checkpoint.resolve().name,
                       progress=lambda line: print(line, file=sys.stderr))  # fmt: skip
     model, predictors = manifest.model, ", ".join(manifest.heads) or "no predictor"
     print(f"{options.out}: {model.num_layers} layers x {model.num_experts} experts of {manifest.block.size / 1e6:.6g} MB ({manifest.dtype}), {predictors}")

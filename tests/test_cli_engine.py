@@ -44,6 +44,7 @@ def test_export_takes_a_runs_folder_and_says_what_it_wrote(tmp_path, capsys):
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "int8", "--heads", f"linear={tmp_path / 'linear.safetensors'}", "--name", "small"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'out'}: 4 layers x 8 experts of 0.004096 MB (int8), linear\n" and "layer 4 of 4" in printed.err
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "unnamed")]) == 0 and load_manifest(tmp_path / "unnamed").name == "run"
     manifest = load_manifest(tmp_path / "out")
     assert manifest.name == "small" and manifest.heads == {"linear": (1, 2)} and manifest.dtype == "int8"
 
