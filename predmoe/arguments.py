@@ -67,6 +67,15 @@ def _cut(text: str) -> str:
     return text if len(text) <= DIGITS + 10 else f"{text[:DIGITS]}..."
 
 
+def text(given: str) -> str:
+    """An argument's type: text, which bytes that are no UTF-8 are not: a tokenizer would put something else in their place."""
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"it is not UTF-8 text: character {error.start + 1} cannot be read") from None
+    return given
+
+
 def path(text: str) -> Path:
     """An argument's type: a path, which an empty text (of a shell's unset variable, say) is not."""
     if not text.strip():

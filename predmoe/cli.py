@@ -7,6 +7,7 @@ import argparse
 import atexit
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -65,6 +66,8 @@ def _stopping() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted, 143 terminated (129: its terminal closed, 141: its reader)."""
+    if arguments is None and isinstance(sys.stdout, io.TextIOWrapper):   # as standard error has it: else a character that the terminal's encoding lacks is a traceback
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = _run(arguments)
     if arguments is None and code > 128:   # as a program: whoever stops it waits for it
         _leave(code)

@@ -25,7 +25,7 @@ def add_model(command, purpose: str, *, required: bool) -> None:
 def add_recording(command) -> None:
     """The options of `trace record` that go with --model alone."""
     add_model(command, "record this model instead of a profile's", required=False)
-    command.add_argument("--text", nargs="+", default=[], metavar="TEXT", help="with --model: texts, one sequence each")
+    command.add_argument("--text", nargs="+", type=arguments.text, default=[], metavar="TEXT", help="with --model: texts, one sequence each")
     command.add_argument("--text-file", nargs="+", default=[], type=arguments.path, metavar="FILE", help="with --model: files of text, one sequence each")
     command.add_argument("--horizon", nargs="+", type=int, metavar="H", help="with --model: MoE layers ahead (default: those of --heads, else 1 2 4)")
     command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="with --model: predictors of `probe --save`: linear=FILE ranking=FILE")

@@ -112,6 +112,13 @@ def test_whoever_reads_no_more_or_nothing_at_all(monkeypatch, capsys):
     assert cli.main(["report", "--nonsense"]) == 2   # and nobody can be told
 
 
+def test_a_character_that_the_terminal_lacks_is_written_as_its_number(monkeypatch):
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", write_through=True))
+    monkeypatch.setattr(cli, "_run", lambda _: print("é \udcff") or 0)
+    assert cli.main() == 0 and printed.getvalue() == b"\\xe9 \\udcff\n"
+
+
 def test_help_that_cannot_be_printed_is_one_sentence():
     with open("/dev/full", "w") as full:
         called = subprocess.run([sys.executable, "-m", "predmoe", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": ""})

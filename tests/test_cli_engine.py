@@ -152,6 +152,10 @@ def test_text_goes_in_and_out(tmp_path, capsys):
     assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}").rstrip("\n")
 
 
+def test_a_prompt_that_is_no_text_is_refused(tmp_path, capsys):
+    refused(capsys, ["generate", "--model", tmp_path, "--cache-mb", 1, "--prompt", "whole", os.fsdecode(b"caf\xe9")], "--prompt: it is not UTF-8 text: character 4 cannot be read")
+
+
 def test_a_token_that_ends_within_a_character_waits_for_the_rest():
     from types import SimpleNamespace
 
