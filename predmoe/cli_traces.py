@@ -128,7 +128,7 @@ def may_write(*outs: Path | None, trace: Path | None = None, but: Sequence[Path]
             if outside and outside.is_dir() and any(place.is_relative_to(outside.resolve()) for place in (out.resolve(), out.parent.resolve())):
                 raise ConfigError(f"{out} would lie in the model's own folder, {outside}; name a file elsewhere")
         except OSError as error:
-            raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}") from None
+            raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}; name a file elsewhere") from None
         taken.append(out)
 
 
