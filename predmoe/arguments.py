@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .strict import ConfigError
@@ -21,6 +22,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
         self.register("type", int, whole)   # of every `type=int`
+
+    def _print_message(self, message: str, file=None):
+        print(message, end="", file=file or sys.stderr, flush=True)   # argparse keeps a failure to itself
 
     def error(self, message: str):
         raise ConfigError(f"{message.removeprefix('argument ')} ({self.prog} --help lists what it takes)")
@@ -52,8 +56,24 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def unused(given: Mapping[str, object], why: str) -> None:
+    """Raise ConfigError for options that would be ignored, and `why`. `given`: option -> its value, None or an empty list where it was not given."""
+    if idle := [option for option, value in given.items() if value is not None and value != []]:
+        it = "it" if len(idle) == 1 else "them"
+        raise ConfigError(f"{', '.join(idle)} would have no effect {why}, or leave {it} out")
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= DIGITS + 10 else f"{text[:DIGITS]}..."
+
+
+def text(given: str) -> str:
+    """An argument's type: text, which bytes that are no UTF-8 are not: a tokenizer would put something else in their place."""
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"it is not UTF-8 text: character {error.start + 1} cannot be read") from None
+    return given
 
 
 def path(text: str) -> Path:

@@ -7,6 +7,7 @@ import argparse
 import atexit
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -65,6 +66,8 @@ def _stopping() -> Iterator[None]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 a notebook or a run failed, 2 it could not be used, 130 interrupted, 143 terminated (129: its terminal closed, 141: its reader)."""
+    if arguments is None and isinstance(sys.stdout, io.TextIOWrapper):   # as standard error has it: else a character that the terminal's encoding lacks is a traceback
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = _run(arguments)
     if arguments is None and code > 128:   # as a program: whoever stops it waits for it
         _leave(code)
@@ -73,8 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _leave(code: int) -> None:
     """End the process after its cleaning up, without taking the interpreter apart: with torch and numba in it that takes most of a second of a core, and many on a busy machine."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)   # a second Ctrl-C ends it at once, where it would be a traceback
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):   # closed
             stream.flush()
     os._exit(code)
@@ -86,14 +90,17 @@ def _run(arguments: Sequence[str] | None) -> int:
         options = _parser().parse_args(arguments)
         variables.check()
         with _stopping():
-            return options.command(options)
+            code = options.command(options)
+            _flush()
+            return code
     except ConfigError as error:
         return _say(str(error), 2)
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):   # else Python would write what is left to it once more, at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         return _say("whoever read what is printed has closed it (head, for instance): the rest is not computed", 128 + signal.SIGPIPE)
     except OSError as error:
+        if (unprinted := _unprinted(error)) is not None:
+            return _say(f"what is printed cannot be written: {os.strerror(unprinted)}; free some space there or print it elsewhere, and run the same command again", 2)
         if error.errno in UNUSABLE and error.filename:
             return _say(f"cannot use {error.filename}: {error.strerror}; name another folder or change its permissions", 2)
         if error.errno == errno.ENOENT and "temporary directory" in str(error):   # what torch imports asks for one, which a full disk has not
@@ -109,8 +116,33 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _say(f"interrupted; {options.again}", 130)
 
 
+def _flush() -> None:
+    """Print what is still to be printed: where that fails at Python's own end, it is no sentence."""
+    if sys.stdout:   # None where it was closed from the start
+        sys.stdout.flush()
+
+
+def _unprinted(error: OSError) -> int | None:
+    """The error's number where `error` is of standard output, which is given up then; else None."""
+    try:
+        _flush()
+        if error.filename is None:   # where nothing is buffered, nothing is left that would fail again: one line more shows it
+            print(flush=True)
+    except OSError as again:
+        _print_no_more()
+        return again.errno
+    return None
+
+
+def _print_no_more() -> None:
+    """Else Python would write what is left to standard output once more, at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _say(sentence: str, code: int) -> int:
-    print(f"predmoe: {sentence}", file=sys.stderr)
+    with contextlib.suppress(OSError):   # where nobody can be told, the code tells
+        print(f"predmoe: {sentence}", file=sys.stderr)
     return code
 
 
@@ -132,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--train", "--run", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
     command.add_argument("--parallel", type=int, default=2, help="runs side by side (default: 2)")
     command.add_argument("--worker", action="store_true", help="with --run: claim one run after the other from a store that other machines work on too ($PREDMOE_STORE)")
-    command.add_argument("--nproc", type=int, default=1, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
-    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
+    command.add_argument("--nproc", type=int, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
+    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_plan, again=GOES_ON)
 
     command = commands.add_parser("train", help="train one model and print its folder")
@@ -143,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
                          help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
     command.add_argument("--store", type=kinds.folder, help="the run store's folder (default: the one of the tier's profile)")
     command.add_argument("--nproc", type=int, default=1, help="processes that share the run, on GPUs one per GPU (default: 1)")
-    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
+    command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_train, again=GOES_ON)
 
     command = commands.add_parser("gpu-report", help="tier A on one GPU without a network, some minutes at a time; each call goes on where the last stopped")
@@ -194,10 +226,11 @@ def _plan(options) -> int:
 
     if options.parallel < 1:
         raise ConfigError(f"--parallel {options.parallel}: at least one run goes at a time")
-    if options.nproc < 1:
-        raise ConfigError(f"--nproc {options.nproc}: a run needs at least one process")
+    nproc = _nproc(options)
     if options.worker and not options.train:
         raise ConfigError("--worker works runs off: write --run --worker")
+    if not options.worker:
+        kinds.unused({"--nproc": options.nproc}, "here: give --run --worker, or --parallel for runs side by side")
     items = plan.plan(options.profile, options.only)
     only = f" --only {' '.join(options.only)}" if options.only else ""
     print(plan.tell(items, options.parallel, "" if options.train else f"predmoe plan --profile {options.profile}{only} --parallel {options.parallel} --train"))
@@ -205,7 +238,7 @@ def _plan(options) -> int:
     if options.train:
         try:
             if options.worker:
-                done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=options.nproc, engine=options.engine)
+                done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=nproc, engine=options.engine or "ddp")
                 report(f"this worker did {done} runs; nothing is left")
             else:
                 plan.train(items, options.profile, parallel=options.parallel, report=report)
@@ -214,7 +247,18 @@ def _plan(options) -> int:
     return 0
 
 
+def _nproc(options) -> int:
+    """Processes of a run. Raises ConfigError where there is none, or --engine says how the only one shares it."""
+    nproc = 1 if options.nproc is None else options.nproc
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: a run needs at least one process")
+    if nproc == 1:
+        kinds.unused({"--engine": options.engine}, "on a run of one process: give --nproc")
+    return nproc
+
+
 def _train(options) -> int:
+    nproc = _nproc(options)
     changes = sections(options.changes)
     if options.seed is not None and changes.get("train", {}).get("seed", options.seed) != options.seed:
         raise ConfigError(f"--seed {options.seed} and --set train.seed={changes['train']['seed']} differ; give one of them")
@@ -222,7 +266,7 @@ def _train(options) -> int:
     from . import runs
 
     profile = {"a": "tier_a", "b": "tier_b"}.get(options.tier, options.tier)
-    several = {} if options.nproc == 1 else {"nproc": options.nproc, "engine": options.engine}
+    several = {} if nproc == 1 else {"nproc": nproc, "engine": options.engine or "ddp"}
     try:
         run = runs.get_or_train(run_config, store=options.store or runs.default_store(profile), report=lambda line: print(line, file=sys.stderr), **several)
     except runs.RunFailed as error:

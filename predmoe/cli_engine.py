@@ -17,6 +17,7 @@ from .files import write_text
 
 
 NEW_TOKENS = 64
+PREFETCH = {"horizon": "--horizon", "budget": "--budget", "threshold": "--threshold", "guard": "--guard", "expire": "--no-expire", "cancel": "--cancel"}
 THREADS_PER_CORE = 4   # beyond that they only wait for one another
 
 
@@ -28,17 +29,17 @@ def add(commands) -> None:
     command.add_argument("--dtype", default="bf16", help="of the experts: bf16, float32 or int8 (weights alone, a scale per output row; default: bf16)")
     command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="predictors: linear=FILE ranking=FILE (default: those beside the checkpoint)")
     command.add_argument("--tokenizer", help="bpe8k, gpt2, or tokenizer.json: the checkpoint's own (default: the run's, or the checkpoint's own where it has one)")
-    command.add_argument("--name", help="the model's name, kept in the export and in its traces (default: the folder's)")
+    command.add_argument("--name", type=arguments.text, help="the model's name, kept in the export and in its traces (default: the folder's)")
     command.set_defaults(command=_told(_export), again="what is not whole is removed, and the same command begins anew")
 
     command = commands.add_parser("generate", help="go on with a prompt, experts read from disk")
     command.add_argument("--model", type=arguments.path, required=True, help="a folder that `predmoe export` wrote")
     prompts = command.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", nargs="+", metavar="TEXT", help="text to go on with; several are one batch")
+    prompts.add_argument("--prompt", nargs="+", type=arguments.text, metavar="TEXT", help="text to go on with; several are one batch")
     prompts.add_argument("--prompt-ids", nargs="+", type=_ids, metavar="N,N,...", help="the same as token ids")
     command.add_argument("--max-new-tokens", type=int, metavar="N", help=f"(default: {NEW_TOKENS}, or what the prompt leaves of the context)")
     command.add_argument("--temperature", type=arguments.number(0), default=0.0, help="0: the likeliest token (default: 0)")
-    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: 0)")
+    command.add_argument("--seed", type=int, help="of the drawing (default: 0)")
     command.add_argument("--no-stop", action="store_true", help="go on after an end-of-text token")
     cache = command.add_argument_group("cache")
     cache.add_argument("--cache-mb", type=arguments.number(above=0), required=True, metavar="N", help="memory for experts, the reads under way included")
@@ -47,12 +48,12 @@ def add(commands) -> None:
     cache.add_argument("--pinned", type=int, default=0, metavar="N", help="most used experts that never leave, by --future's uses (default: 0)")
     ahead = command.add_argument_group("prefetch")
     ahead.add_argument("--prefetch", default="none", help="none, next_router, linear, ranking, or oracle (which needs --future; default: none)")
-    ahead.add_argument("--horizon", type=_horizon, default=1, metavar="H[+H...]", help="layers ahead; 1+2 asks at both (default: 1)")
-    ahead.add_argument("--budget", type=int, default=0, metavar="N", help="guesses beyond the top-k (default: 0)")
+    ahead.add_argument("--horizon", type=_horizon, metavar="H[+H...]", help="layers ahead; 1+2 asks at both (default: 1)")
+    ahead.add_argument("--budget", type=int, metavar="N", help="guesses beyond the top-k (default: 0)")
     ahead.add_argument("--threshold", type=arguments.number(), help="least probability of a guess (default: none)")
-    ahead.add_argument("--guard", default="none", help="none, or idle: guess only while nothing is read (default: none)")
-    ahead.add_argument("--no-expire", dest="expire", action="store_false", help="keep queued guesses whose layer has run")
-    ahead.add_argument("--cancel", action="store_true", help="drop queued guesses that a shorter horizon leaves out")
+    ahead.add_argument("--guard", help="none, or idle: guess only while nothing is read (default: none)")
+    ahead.add_argument("--no-expire", dest="expire", action="store_const", const=False, help="keep queued guesses whose layer has run")
+    ahead.add_argument("--cancel", action="store_const", const=True, help="drop queued guesses that a shorter horizon leaves out")
     ahead.add_argument("--future", type=arguments.path, metavar="TRACE", help="the trace of the same generation, recorded before: for oracle, belady, pinned and static")
     disk = command.add_argument_group("disk")
     disk.add_argument("--lanes", type=int, default=4, metavar="N", help="reads at a time (default: 4)")
@@ -83,7 +84,7 @@ def _export(options) -> int:
     folder = options.checkpoint
     if (folder / "checkpoint" / "config.json").is_file():   # a run of the store
         folder = folder / "checkpoint"
-    manifest = export(folder, options.out, dtype=options.dtype, heads=heads or None, tokenizer=options.tokenizer, name=options.name,
+    manifest = export(folder, options.out, dtype=options.dtype, heads=heads or None, tokenizer=options.tokenizer, name=options.name or options.checkpoint.resolve().name,
                       progress=lambda line: print(line, file=sys.stderr))  # fmt: skip
     model, predictors = manifest.model, ", ".join(manifest.heads) or "no predictor"
     print(f"{options.out}: {model.num_layers} layers x {model.num_experts} experts of {manifest.block.size / 1e6:.6g} MB ({manifest.dtype}), {predictors}")
@@ -100,20 +101,20 @@ def _generate(options) -> int:
     from .engine.text import Text
     from .simulator import Cache, Prefetch
 
-    within("--seed", options.seed, *SEEDS)
+    within("--seed", options.seed or 0, *SEEDS)
     within("--lanes", options.lanes, 1, MOST_LANES)
     if options.max_new_tokens is not None:
         within("--max-new-tokens", options.max_new_tokens, 1, LONGEST_CONTEXT)
     if options.threads is not None:
         within("--threads", options.threads, 1, THREADS_PER_CORE * (os.cpu_count() or 1))
+    _nothing_unused(options)
     own = [path for path in Path(options.model).glob("*") if path.is_file()]   # the model itself is not to be written over
     may_write(options.json, trace=options.record, but=[*own, *([options.future] if options.future else [])], outside=options.model)
     manifest = load_manifest(options.model)
     text = Text(options.model, manifest) if options.prompt or manifest.tokenizer else None
     prompts = options.prompt_ids or [text.encode(prompt) for prompt in options.prompt]
-    ahead = None
-    if options.prefetch != "none":
-        ahead = Prefetch(source=options.prefetch, horizon=options.horizon, budget=options.budget, threshold=options.threshold, guard=options.guard, expire=options.expire, cancel=options.cancel)
+    asked = {name: getattr(options, name) for name in PREFETCH if getattr(options, name) is not None}
+    ahead = Prefetch(source=options.prefetch, **asked) if options.prefetch != "none" else None
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if options.max_new_tokens is None:
@@ -139,8 +140,18 @@ def _generate(options) -> int:
             print(f"predmoe: {error}", file=sys.stderr)
             code = 1
         print(f"\n{engine.summary()}", file=sys.stderr)
-        _keep(engine, options, code, source=f"{len(prompts)} prompts at temperature {options.temperature:g}, seed {options.seed}")
+        _keep(engine, options, code, source=f"{len(prompts)} prompts at temperature {options.temperature:g}, seed {options.seed or 0}")
     return code
+
+
+def _nothing_unused(options) -> None:
+    """Raise ConfigError for options that were given and that nothing would come of."""
+    if options.prefetch == "none":
+        arguments.unused({option: getattr(options, name) for name, option in PREFETCH.items()}, "without a prefetch: name one with --prefetch")
+    if not options.temperature:
+        arguments.unused({"--seed": options.seed}, "at --temperature 0, where nothing is drawn: give a temperature")
+    if options.prefetch != "oracle" and options.policy not in ("belady", "static") and not options.pinned:
+        arguments.unused({"--future": options.future}, "here: give --prefetch oracle, --policy belady or static, or --pinned")
 
 
 def _keep(engine, options, code: int, *, source: str) -> None:
@@ -202,7 +213,7 @@ def _speak(engine, prompts, text, options) -> None:
             print(new[0][1], end=" ", flush=True)
 
     stop = None if options.no_stop or text is None else text.end
-    found = engine.generate(prompts, max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed, stop=stop, on_tokens=show)
+    found = engine.generate(prompts, max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed or 0, stop=stop, on_tokens=show)
     if len(prompts) > 1:
         for number, tokens in enumerate(found):
             print(f"[{number}] {text.decode(tokens) if text else ' '.join(map(str, tokens))}")

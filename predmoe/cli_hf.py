@@ -25,7 +25,7 @@ def add_model(command, purpose: str, *, required: bool) -> None:
 def add_recording(command) -> None:
     """The options of `trace record` that go with --model alone."""
     add_model(command, "record this model instead of a profile's", required=False)
-    command.add_argument("--text", nargs="+", default=[], metavar="TEXT", help="with --model: texts, one sequence each")
+    command.add_argument("--text", nargs="+", type=arguments.text, default=[], metavar="TEXT", help="with --model: texts, one sequence each")
     command.add_argument("--text-file", nargs="+", default=[], type=arguments.path, metavar="FILE", help="with --model: files of text, one sequence each")
     command.add_argument("--horizon", nargs="+", type=int, metavar="H", help="with --model: MoE layers ahead (default: those of --heads, else 1 2 4)")
     command.add_argument("--heads", nargs="+", default=[], metavar="KIND=FILE", help="with --model: predictors of `probe --save`: linear=FILE ranking=FILE")
@@ -101,9 +101,9 @@ def record(options):
     from .hf_models import load, tokenizer_of
     from .hf_record import record_texts
 
-    others = {"profile": options.profile, "arm": options.arm, "seed": options.seed, "set": options.changes, "generated": options.generated, "per-domain": options.per_domain,
+    others = {"profile": options.profile, "arm": options.arm, "seed": options.seed, "set": options.changes, "generated": options.generated or None, "per-domain": options.per_domain,
               "temperature": options.temperature, "generation-seed": options.generation_seed, "predictors": options.predictors}  # fmt: skip
-    if given := [f"--{name}" for name, value in others.items() if value not in (None, False, [])]:
+    if given := [f"--{name}" for name, value in others.items() if value is not None and value != []]:
         raise ConfigError(f"{', '.join(given)} cannot go with --model: {'it belongs' if len(given) == 1 else 'they belong'} to recording a profile's model")
     if options.out is None:
         raise ConfigError("--model needs --out, the trace's file")

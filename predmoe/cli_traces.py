@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -15,11 +16,22 @@ from pathlib import Path
 
 from . import arguments, cli_hf
 from .config import ConfigError
-from .files import write_text
+from .files import replaced_by, write_text
 from .strict import shown
 
 ARMS = {"baseline": {}, "joint": {"lambda_pred": 0.3}}
 SHOWN = ("tok_s", "stall_ms", "hit_rate", "in_flight_rate", "demand_mb", "prefetch_mb", "wasted_mb", "p50_ms", "p99_ms", "ttft_ms", "issued", "useful", "late", "wasted", "energy_j")
+LOCALITY = {   # figure of `locality` -> its name, and what it is
+    "srp": ("SRP", "F1 of the best router that chooses once for 16 tokens (arXiv 2505.16056)"),
+    "srp_size": ("SRP size", "experts that this router holds for each that the model chooses"),
+    "sch_global": ("SCH, global", "hit rate of a cache that knows the next 16 tokens; twice a token's experts, one cache for all layers"),
+    "sch": ("SCH", "the same with a cache for each layer"),
+    "lru": ("LRU", "hit rate of the cache that drops what was used longest ago, as large, one for each layer"),
+    "belady": ("Belady", "hit rate of the cache that knows the whole future, as large, one for each layer"),
+    "reuse": ("reuse", "share of a token's experts that the token before chose in the same layer"),
+    "switch_rate": ("switch rate", "share of tokens and layers whose experts are not exactly those of the token before"),
+}
+AHEAD = ("horizon", "budget", "threshold", "guard", "expire", "cancel", "promote", "cross_token")   # what concerns a prefetch alone
 COLUMNS = {"policy": "predictor", "cache_policy": "policy"}   # a sweep's names for what the options call so
 
 
@@ -116,7 +128,7 @@ def may_write(*outs: Path | None, trace: Path | None = None, but: Sequence[Path]
             if outside and outside.is_dir() and any(place.is_relative_to(outside.resolve()) for place in (out.resolve(), out.parent.resolve())):
                 raise ConfigError(f"{out} would lie in the model's own folder, {outside}; name a file elsewhere")
         except OSError as error:
-            raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}") from None
+            raise ConfigError(f"{out} cannot be written: {os.strerror(error.errno)}; name a file elsewhere") from None
         taken.append(out)
 
 
@@ -135,8 +147,8 @@ def _may_write(out: Path, taken: Sequence[Path], replaced: bool) -> None:
     out.open("ab").close()
     if new:
         out.resolve().unlink()   # not a link that led nowhere before
-    if replaced:
-        tempfile.NamedTemporaryFile(dir=out.parent).close()
+    if place := out if replaced else replaced_by(out):   # a trace replaces a link itself
+        tempfile.NamedTemporaryFile(dir=place.parent).close()   # where it is written first
 
 
 def _whole_numbers(text: str, separator: str) -> int | tuple[int, ...]:
@@ -212,9 +224,12 @@ def _check(options) -> int:
 
 
 def _size(trace) -> str:
-    count = lambda n, what: f"{n:,} {what}{'' if n == 1 else 's'}"  # noqa: E731
     meta = trace.meta
-    return f"{count(trace.num_tokens, 'token')} in {count(len(set(trace.sequence.tolist())), 'sequence')}, {count(trace.num_layers, 'MoE layer')} x {meta.num_experts} experts, top-{meta.top_k}"
+    return f"{_count(trace.num_tokens, 'token')} in {_count(len(set(trace.sequence.tolist())), 'sequence')}, {_count(trace.num_layers, 'MoE layer')} x {meta.num_experts} experts, top-{meta.top_k}"
+
+
+def _count(n: int, what: str, ending: str = "s") -> str:
+    return f"{n:,} {what}{'' if n == 1 else ending}"
 
 
 def _info(options) -> int:
@@ -223,37 +238,56 @@ def _info(options) -> int:
     trace = traces.load(options.file)
     meta = trace.meta
     tokens = trace.starts[1:] - trace.starts[:-1]
-    part = lambda phase: f"{tokens[trace.phase == phase].sum():,} tokens in {(trace.phase == phase).sum():,} passes"  # noqa: E731
+    part = lambda phase: f"{_count(tokens[trace.phase == phase].sum(), 'token')} in {_count((trace.phase == phase).sum(), 'pass', 'es')}"  # noqa: E731
     sizes = sorted({size / 1e6 for size in meta.expert_bytes})
     lines = {
         "model": meta.model or "not given", "source": meta.source or "not given", "domain": meta.domain or "not given", "notes": meta.notes,
         "text": {True: "the model's own output", False: "teacher-forced", None: "not said whether the model's own"}[meta.on_policy],
         "size": _size(trace) + f"; {meta.model_layers} layers in the model, {meta.shared_experts} shared experts",
-        "expert": f"{sizes[0]:.6g} MB" + (f" to {sizes[-1]:.6g} MB" if len(sizes) > 1 else ""),
+        "expert size": f"{sizes[0]:.6g} MB" + (f" to {sizes[-1]:.6g} MB" if len(sizes) > 1 else ""),
         "prefill": part(traces.PREFILL), "decode": part(traces.DECODE),
         "also holds": ", ".join(name for name, array in (("gate weights", trace.weights_NLK), ("token ids", trace.token_ids)) if array is not None) or "nothing",
     }  # fmt: skip
-    lines |= {f"{name}, h={h}": _accuracy(trace, name, h) for name, h in sorted(trace.predictions)}
-    figures = locality.locality(trace) if options.locality else {"reuse": locality.reuse(trace), "switch_rate": locality.switch_rate(trace)} if _adjacent(trace) else {}
-    lines |= {name: f"{value:.4f}" for name, value in figures.items()}
     for name, text in lines.items():
         if text:
-            print(f"{name:15} {text}")
+            print(f"{name:12} {text}")
+    if trace.predictions:
+        rows = [_foretold(trace, name, h) for name, h in sorted(trace.predictions)]
+        _print_table(("predictor", "layers ahead", "guesses per layer", f"hit@{meta.top_k}"), rows)
+        print(f"hit@{meta.top_k}: the share of a token's {meta.top_k} experts of a layer that a predictor has among its first {meta.top_k} guesses"
+              + ("; -: none of its guesses is for a layer of the same token" if any(row[-1] == "-" for row in rows) else ""))  # fmt: skip
+    if options.locality:
+        figures = locality.locality(trace)
+    else:
+        figures = {"reuse": locality.reuse(trace), "switch_rate": locality.switch_rate(trace)} if _adjacent(trace) else {}
+    if figures:
+        _print_table(("locality", "value", ""), [(LOCALITY[name][0], f"{value:.4f}", LOCALITY[name][1]) for name, value in figures.items()])
     return 0
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table under its columns' names, what looks like a number to the right."""
+    rows = [[str(cell) for cell in row] for row in rows]
+    columns = list(zip(head, *rows))
+    numeric = [all(re.fullmatch(r"[\d.,]+|-", cell) for cell in column) for _, *column in columns]
+    print()
+    for row in (head, *rows):
+        print("  ".join(f"{cell:>{max(map(len, column))}}" if right else f"{cell:{max(map(len, column))}}" for cell, column, right in zip(row, columns, numeric)).rstrip())
 
 
 def _adjacent(trace) -> bool:
     return bool((trace.sequence[1:] == trace.sequence[:-1]).any())
 
 
-def _accuracy(trace, predictor: str, horizon: int) -> str:
+def _foretold(trace, predictor: str, horizon: int) -> tuple[str, str, str, str]:
+    """A row of the predictors' table."""
     from . import locality, traces
 
-    M = trace.prediction(predictor, horizon).experts_NLM.shape[2]
     try:
-        return f"hit@{trace.meta.top_k} {locality.hit_at_k(trace, predictor, horizon):.4f}, {M} guesses"
+        hit = f"{locality.hit_at_k(trace, predictor, horizon):.4f}"
     except traces.TraceError:
-        return f"{M} guesses, none for a layer of the same token"
+        hit = "-"
+    return predictor, str(horizon), str(trace.prediction(predictor, horizon).experts_NLM.shape[2]), hit
 
 
 def _record(options) -> int:
@@ -264,8 +298,10 @@ def _record(options) -> int:
         print(f"{options.out}: {_size(cli_hf.record(options))}")
         return 0
     given = {"--text": options.text, "--text-file": options.text_file, "--horizon": options.horizon, "--heads": options.heads, "--tokenizer": options.tokenizer, "--dtype": options.dtype, "--device": options.device}
-    if alone := [name for name, value in given.items() if value]:
+    if alone := [name for name, value in given.items() if value is not None and value != []]:
         raise ConfigError(f"{', '.join(alone)} can only go with --model: a profile's models are recorded on held-out text")
+    if not options.generated:
+        arguments.unused({"--temperature": options.temperature, "--generation-seed": options.generation_seed}, "on held-out text, where nothing is drawn: give --generated")
     profile, arm = options.profile or "smoke", options.arm or "baseline"
     asked = {name: getattr(options, name) for name in ("per_domain", "tokens", "prompt", "guesses", "temperature")}
     asked |= {"seed": options.generation_seed, "predictors": options.predictors and tuple(options.predictors)}
@@ -288,10 +324,13 @@ def _simulate(options) -> int:
 
     if (options.slots is None) == (options.bytes is None):
         raise ConfigError("say what the cache holds: either --slots or --bytes")
+    if set(options.predictor) == {"demand"}:
+        arguments.unused({"--no-expire" if name == "expire" else "--no-promote" if name == "promote" else f"--{name.replace('_', '-')}": getattr(options, name) for name in AHEAD},
+                         "where --predictor asks for demand alone: name a predictor")  # fmt: skip
     may_write(options.csv, options.json, but=[options.trace])
     trace = traces.load(options.trace)
     names = {"policy": "cache_policy", "predictor": "policy"}
-    axes = ("predictor", "slots", "bytes", "policy", "scope", "pinned", "horizon", "budget", "threshold", "guard", "expire", "cancel", "promote", "cross_token",
+    axes = ("predictor", "slots", "bytes", "policy", "scope", "pinned", *AHEAD,
             "latency_ms", "gb_per_s", "lanes", "noise", "attention_ms", "expert_ms", "shared_ms", "head_ms", "overlap")  # fmt: skip
     grid = {names.get(name, name): getattr(options, name) for name in axes if getattr(options, name) is not None}
     grid["policy"] = grid.pop("policy")   # last, so that the predictors of one setting stand together

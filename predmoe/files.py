@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import os
+import shutil
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,25 +18,68 @@ from predmoe.config import ConfigError, build
 
 
 def write_json(path: Path, value) -> None:
-    """Replace `path` by `value` as JSON, whole or not at all; several processes may do so at a time."""
+    """Replace `path` by `value` as JSON, whole or not at all; several processes may do so at a time. Raises ConfigError, and leaves what is there, where a number is
+    not finite: JSON has no word for it, and it is no result."""
+    try:
+        text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    except ValueError:
+        raise ConfigError(f"{path} is not written: {_first_not_finite(value)}, which is no result") from None
     partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
-        partial.write_text(json.dumps(value, indent=1) + "\n")
+        partial.write_text(text)
         partial.replace(path)
     except OSError as error:  # of a failed write, which does not say of which file
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def _first_not_finite(value, place: str = "") -> str:
+    """Where in it, and what: "hit.linear.2 is nan"; empty where every number is finite."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else f"{place or 'it'} is {value}"
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return next(filter(None, (_first_not_finite(part, f"{place}.{name}" if place else str(name)) for name, part in parts)), "")
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a result to a file, a pipe or a device that a person named. Raises ConfigError where that fails; half a file is not left."""
+    """Write a result to a file, a pipe or a device that a person named; a file is replaced whole or not at all (see `replaced_by`), and keeps its permissions.
+    Raises ConfigError where that fails."""
+    place, partial, stream = replaced_by(path), None, _stream_of(path)
     try:
-        path.write_text(text, encoding="utf-8")
+        if place:
+            partial = place.with_name(f".{os.getpid()}-{threading.get_ident()}.partial")   # short: `place` may have the longest name that there can be
+            partial.write_text(text, encoding="utf-8")
+            if place.exists():
+                shutil.copymode(place, partial)
+            partial.replace(place)
+        elif stream:
+            stream.flush()   # what was printed before comes before
+            with open(os.dup(1 if stream is sys.stdout else 2), "w", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
-        if path.is_file():
-            with contextlib.suppress(OSError):
-                path.unlink()
         raise ConfigError(f"{path} cannot be written: {os.strerror(error.errno)}; name a file elsewhere and run the same command again") from None
+    finally:
+        if partial:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+
+def replaced_by(path: Path) -> Path | None:
+    """The file that `write_text` replaces, or makes: what `path` leads to if it is a link. None where it writes into what is there: a pipe, a device, a file
+    that has no name any more, or what this process prints to (/dev/stdout, say)."""
+    place = path.resolve()
+    return place if _stream_of(path) is None and (place.is_file() or not path.exists()) else None
+
+
+def _stream_of(path: Path):
+    """sys.stdout or sys.stderr, where `path` is what it writes to; else None."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        with contextlib.suppress(OSError):   # no such file yet; a closed stream
+            if os.path.samestat(os.fstat(number), path.stat()):
+                return stream
+    return None
 
 
 class _Strict(yaml.SafeLoader):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import budget, config, corpora, corpora_large, model, paths, results
+from .files import write_text
 
 README = paths.ROOT / "README.md"
 DOCS = paths.ROOT / "docs" / "many_gpus.md"
@@ -54,8 +55,9 @@ def update(path: Path = README) -> bool:
     for source, fill in ((path, render), (DOCS, render_docs)):
         before = source.read_text()
         after = fill(before)
-        source.write_text(after)
-        changed = changed or before != after
+        if before != after:
+            write_text(source, after)
+            changed = True
     return changed
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import paths, runs, traces
-from .config import ConfigError, PosthocConfig, RunConfig, at_least, stable_hash
+from . import paths, runs, strict, traces
+from .config import ConfigError, PosthocConfig, RunConfig, stable_hash
 from .data import EvalSet, prepare
 from .evaluation import Heads, NextRouter, Scorer
 from .checkpoint import load_checkpoint
@@ -52,7 +52,7 @@ class Recording:
             raise ConfigError(f"kind={self.kind!r} is unknown; choose {HELDOUT} or {GENERATED}")
         if self.per_domain < 1 or not 1 <= self.prompt < self.tokens:
             raise ConfigError(f"per_domain={self.per_domain} must be at least 1, and prompt={self.prompt} lie in 1..{self.tokens - 1}, below tokens")
-        at_least("temperature", self.temperature, 0.0)
+        strict.temperature("temperature", self.temperature)
         unknown = sorted(set(self.predictors) - set(PREDICTORS))
         if unknown or len(set(self.predictors)) != len(self.predictors):
             raise ConfigError(f"predictors={self.predictors} must be different ones of {', '.join(PREDICTORS)}")

@@ -17,6 +17,7 @@ from dataclasses import field
 
 import yaml
 
+LEAST_TEMPERATURE = 1e-6   # of drawing tokens
 SEEDS = (-(2**63), 2**63 - 1)   # what torch takes
 SHOWN = 80                   # characters of a value that is refused
 MOST = 2**31 - 1             # of whatever is counted: beyond it sizes overflow far from where they were given
@@ -65,6 +66,12 @@ def momentum(name, value):
     """Raise ConfigError unless `value`, of the parameter `name`, is at least 0 and below 1."""
     if not 0.0 <= value < 1.0:   # at 1 the running mean never moves
         raise ConfigError(f"{name}={shown(value)} must be at least 0 and below 1")
+
+
+def temperature(name, value):
+    """Raise ConfigError unless `value`, of the parameter `name`, is 0, which takes the likeliest token, or LEAST_TEMPERATURE or more: logits divided by less have no softmax."""
+    if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
+        raise ConfigError(f"{name}={shown(value)} must be 0, for the likeliest token, or finite and at least {LEAST_TEMPERATURE:g}")
 
 
 def within(name, value, low, high):

@@ -1,9 +1,11 @@
 import errno
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,6 +52,10 @@ def test_report_executes_writes_pages_and_carries_on(house, capsys):
         (["train", "--set", "data.corpus=offline:3"], "corpus='offline:3' is unknown"),
         (["train", "--set", "data.corpus=fineweb-edu:many"], "what follows the colon must be a number of documents"),
         (["train", "--set", "data.corpus=files:,"], "names no path"),
+        (["train", "--nproc", "0"], "--nproc 0: a run needs at least one process"),
+        (["train", "--engine", "fsdp"], "--engine would have no effect on a run of one process: give --nproc, or leave it out"),
+        (["plan", "--engine", "ddp"], "--engine would have no effect on a run of one process"),
+        (["plan", "--train", "--nproc", "2"], "--nproc would have no effect here: give --run --worker, or --parallel for runs side by side, or leave it out"),
         (["train", "--set", "data.tokenizer=nonsense"], "tokenizer='nonsense' is unknown; choose one of bpe8k, gpt2"),
     ],
 )
@@ -81,6 +87,44 @@ def test_a_full_disk_and_a_folder_that_cannot_be_used_are_sentences_and_another_
         cli.main(["report"])
 
 
+@pytest.mark.parametrize("how, flush", [({}, True), ({}, False), ({"write_through": True}, False)], ids=["at once", "at the end", "unbuffered"])
+def test_what_cannot_be_printed_is_one_sentence(monkeypatch, capsys, how, flush):
+    monkeypatch.setattr(execute, "plan", lambda *_: print("text", flush=flush) or [])
+    monkeypatch.setattr("predmoe.report.write", lambda *_: None)
+    with open("/dev/full", "wb", buffering=0 if how else -1) as full, monkeypatch.context() as printed:
+        printed.setattr(sys, "stdout", io.TextIOWrapper(full, **how))
+        assert cli.main(["report"]) == 2
+    assert capsys.readouterr().err == "predmoe: what is printed cannot be written: No space left on device; free some space there or print it elsewhere, and run the same command again\n"
+
+
+def test_whoever_reads_no_more_or_nothing_at_all(monkeypatch, capsys):
+    monkeypatch.setattr(execute, "plan", lambda *_: print("text") or [])
+    monkeypatch.setattr("predmoe.report.write", lambda *_: None)
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as pipe, monkeypatch.context() as printed:   # what is printed is written at the end alone
+        printed.setattr(sys, "stdout", pipe)
+        assert cli.main(["report"]) == 141
+    assert capsys.readouterr().err.startswith("predmoe: whoever read what is printed has closed it")
+    monkeypatch.setattr(sys, "stdout", None)   # closed from the start
+    assert cli.main(["report"]) == 0
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=raising(OSError(errno.ENOSPC, "full"))))
+    assert cli.main(["report", "--nonsense"]) == 2   # and nobody can be told
+
+
+def test_a_character_that_the_terminal_lacks_is_written_as_its_number(monkeypatch):
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii", write_through=True))
+    monkeypatch.setattr(cli, "_run", lambda _: print("é \udcff") or 0)
+    assert cli.main() == 0 and printed.getvalue() == b"\\xe9 \\udcff\n"
+
+
+def test_help_that_cannot_be_printed_is_one_sentence():
+    with open("/dev/full", "w") as full:
+        called = subprocess.run([sys.executable, "-m", "predmoe", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": ""})
+    assert called.returncode == 2 and called.stderr.startswith("predmoe: what is printed cannot be written: No space left on device;") and called.stderr.count("\n") == 1
+
+
 def test_an_interrupt_says_how_to_go_on(monkeypatch, capsys):
     monkeypatch.setattr(execute, "plan", raising(KeyboardInterrupt()))
     assert cli.main(["report"]) == 130
@@ -92,6 +136,40 @@ STOPPED = "predmoe: stopped by {}; the last checkpoint and all that is finished 
 ENDS = pytest.mark.parametrize("how, code, said", [
     (signal.SIGINT, 130, INTERRUPTED), (signal.SIGTERM, 143, STOPPED.format("SIGTERM")), (signal.SIGHUP, 129, STOPPED.format("SIGHUP")),
 ])  # fmt: skip
+
+
+def test_an_interrupt_while_modules_are_imported_is_one_line(tmp_path):
+    """Even where what is imported keeps the exception to itself, as some callbacks of Python's own import do."""
+    program = f"""if True:
+        import pathlib, sys, time
+        class Slow:
+            def find_spec(self, name, *_):
+                if name == "predmoe.cli":
+                    pathlib.Path({str(tmp_path / "started")!r}).touch()
+                    try:
+                        time.sleep(400)
+                    except KeyboardInterrupt:
+                        time.sleep(400)
+        sys.meta_path.insert(0, Slow())
+        from predmoe.__main__ import main
+        sys.exit(main())
+    """
+    assert ended([sys.executable, "-c", program], signal.SIGINT, (tmp_path / "started").exists) == (130, "predmoe: interrupted before it began\n")
+
+
+def test_the_program_hears_ctrl_c_as_it_did_once_it_is_imported(monkeypatch):
+    from predmoe import __main__ as program, paths
+
+    seen = []
+    monkeypatch.setattr(cli, "main", lambda: seen.append(signal.getsignal(signal.SIGINT)) or 7)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for mine in (signal.default_int_handler, signal.SIG_IGN):   # the latter as in a shell's background
+            signal.signal(signal.SIGINT, mine)
+            assert program.main() == 7 and seen.pop() == mine
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {"predmoe": "predmoe.__main__:main"}
 
 
 @ENDS

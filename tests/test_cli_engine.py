@@ -44,6 +44,7 @@ def test_export_takes_a_runs_folder_and_says_what_it_wrote(tmp_path, capsys):
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "int8", "--heads", f"linear={tmp_path / 'linear.safetensors'}", "--name", "small"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'out'}: 4 layers x 8 experts of 0.004096 MB (int8), linear\n" and "layer 4 of 4" in printed.err
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "unnamed")]) == 0 and load_manifest(tmp_path / "unnamed").name == "run"
     manifest = load_manifest(tmp_path / "out")
     assert manifest.name == "small" and manifest.heads == {"linear": (1, 2)} and manifest.dtype == "int8"
 
@@ -151,6 +152,10 @@ def test_text_goes_in_and_out(tmp_path, capsys):
     assert capsys.readouterr().out.rstrip("\n") == tokenizer.decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}").rstrip("\n")
 
 
+def test_a_prompt_that_is_no_text_is_refused(tmp_path, capsys):
+    refused(capsys, ["generate", "--model", tmp_path, "--cache-mb", 1, "--prompt", "whole", os.fsdecode(b"caf\xe9")], "--prompt: it is not UTF-8 text: character 4 cannot be read")
+
+
 def test_a_token_that_ends_within_a_character_waits_for_the_rest():
     from types import SimpleNamespace
 
@@ -212,14 +217,16 @@ def test_a_reader_that_leaves_is_one_sentence(tmp_path):
 
 
 def test_the_program_cleans_up_before_it_leaves(monkeypatch):
-    done = []
+    done, again = [], []
     monkeypatch.setattr(sys, "argv", ["predmoe", "generate"])
+    monkeypatch.setattr(cli.signal, "signal", lambda *how: again.append(how))
     monkeypatch.setattr(cli.atexit, "_run_exitfuncs", lambda: done.append("atexit"))
     monkeypatch.setattr(cli.os, "_exit", done.append)
     for code, ends in ((130, ["atexit", 130]), (143, ["atexit", 143]), (2, []), (0, [])):
         monkeypatch.setattr(cli, "_run", lambda arguments, code=code: code)
         assert cli.main() == code and done == ends and cli.main(["generate"]) == code and done == ends
         done.clear()
+    assert again == [(signal.SIGINT, signal.SIG_DFL)] * 2   # a second Ctrl-C meanwhile is no traceback
 
 
 def test_an_export_that_is_stopped_says_what_is_true_of_it(tmp_path, monkeypatch, capsys):
@@ -272,10 +279,19 @@ def test_a_failing_disk_ends_with_a_sentence_and_the_summary(monkeypatch, capsys
     (["--lanes", "0"], "--lanes=0 must lie in 1..1024"), (["--lanes", "10000000000"], "--lanes=10000000000 must lie in 1..1024"),
     (["--cache-mb", "nan"], "--cache-mb: nan is not a finite number above 0"),
     (["--cache-mb", "inf"], "--cache-mb: inf is not a finite number above 0"),
+    (["--temperature", "1e-320"], "temperature=1e-320 must be 0, for the likeliest token, or finite and at least 1e-06"),
+    (["--prefetch", "linear", "--threshold", "1.5"], "threshold=1.5 must lie in 0..1: here a guess's score is a probability"),
+    (["--prefetch", "linear", "--threshold", "-1"], "threshold=-1.0 must lie in 0..1"),
+    (["--policy", "static"], "give the trace of an earlier generation (--future), or usage"),
     (["--temperature", "nan"], "--temperature: nan is not a finite number of at least 0"),
     (["--temperature", "1", "--seed", "-99999999999999999999"], "--seed=-99999999999999999999 must lie in"),
     (["--record", "/none/t.trace"], "/none: no such folder to write t.trace in"),
-    (["--future", "/none.trace"], "/none.trace: No such file or directory"),
+    (["--future", "/none.trace", "--pinned", "1"], "/none.trace: No such file or directory"),
+    (["--budget", "0", "--horizon", "1+2"], "--horizon, --budget would have no effect without a prefetch: name one with --prefetch, or leave them out"),
+    (["--prefetch", "none", "--no-expire"], "--no-expire would have no effect without a prefetch"),
+    (["--threshold", "0.5", "--guard", "none", "--cancel"], "--threshold, --guard, --cancel would have no effect without a prefetch"),
+    (["--seed", "0"], "--seed would have no effect at --temperature 0, where nothing is drawn: give a temperature, or leave it out"),
+    (["--future", "/none.trace", "--prefetch", "linear"], "--future would have no effect here: give --prefetch oracle, --policy belady or static, or --pinned"),
 ])  # fmt: skip
 def test_what_cannot_be_generated_is_one_sentence(capsys, arguments, said):
     refused(capsys, [*command(house().folder), *arguments], said)

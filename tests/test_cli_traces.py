@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from commands import refused
 from tiny_traces import ROUTE, sound
 
-from predmoe import cli, cli_traces, traces
+from predmoe import cli, cli_traces, locality, traces
 from predmoe.simulator import Cache, Compute, Disk, Prefetch, replay
 from predmoe.traces import Prediction
 
@@ -39,9 +40,11 @@ def test_import_writes_a_trace_that_check_finds_sound_and_info_describes(tmp_pat
     assert cli.main(["trace", "check", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}: sound; 3 tokens in 1 sequence, 2 MoE layers x 4 experts, top-2\n"
     assert cli.main(["trace", "info", str(out)]) == 0
-    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said["model"] == "tiny" and said["text"] == "the model's own output" and said["expert"] == "0.0001 MB to 0.0002 MB"
-    assert said["prefill"] == "2 tokens in 1 passes" and said["decode"] == "1 tokens in 1 passes" and said["reuse"] == "0.5000"
+    printed = capsys.readouterr().out.splitlines()
+    said = dict(re.split("  +", line, maxsplit=1) for line in printed[: printed.index("")])
+    assert said["model"] == "tiny" and said["text"] == "the model's own output" and said["expert size"] == "0.0001 MB to 0.0002 MB"
+    assert said["prefill"] == "2 tokens in 1 pass" and said["decode"] == "1 token in 1 pass"
+    assert printed[printed.index("") + 2] == "reuse        0.5000  share of a token's experts that the token before chose in the same layer"
 
 
 def test_import_takes_what_a_format_does_not_say(tmp_path, capsys):
@@ -56,8 +59,17 @@ def test_info_gives_each_predictors_hit_at_k_and_on_request_the_locality(file, c
     trace = traces.load(file)
     expected = (trace.prediction("linear", 2).experts_NLM[:, :1, :2, None] == trace.experts_NLK[:, 2:, None, :]).any(-2).mean()
     assert cli.main(["trace", "info", str(file), "--locality"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"linear, h=2 hit@2 {expected:.4f}, 4 guesses " in said and " srp 0." in said and " belady 0." in said and " also holds gate weights " in said
+    facts, predictors, figures = capsys.readouterr().out.split("\n\n")
+    assert "also holds   gate weights" in facts
+    head, first, second, legend = predictors.splitlines()   # numbers stand under their column's name, to the right
+    assert head.split("  ") == ["predictor", "layers ahead", "guesses per layer", " hit@2"] and len({len(line) for line in (head, first, second)}) == 1
+    assert first.split()[:3] == ["linear", "1", "4"] and second.split() == ["linear", "2", "4", f"{expected:.4f}"]
+    assert legend == "hit@2: the share of a token's 2 experts of a layer that a predictor has among its first 2 guesses"
+    head, *rows = figures.splitlines()
+    assert head.split() == ["locality", "value"] and len(rows) == 8
+    for row, (name, value) in zip(rows, locality.locality(trace).items()):
+        told, words = cli_traces.LOCALITY[name]
+        assert row.startswith(told + " ") and row.endswith(f" {value:.4f}  {words}")
 
 
 @pytest.mark.parametrize("old, new, said", [
@@ -243,6 +255,8 @@ def test_simulate_is_a_grid_of_replays_as_table_csv_and_json(file, tmp_path, cap
     (["--slots", 4, "--workers", 0], "workers=0: a sweep needs at least one"),
     (["--slots", 4, "--csv", "/nowhere/t.csv"], "/nowhere: no such folder to write t.csv in"),
     (["--slots", 4, "--joules-per-gb", "-1"], "--joules-per-gb: -1 is not a finite number of at least 0"),
+    (["--slots", 4, "--predictor", "demand", "--horizon", 1, 2, "--no-promote"], "--horizon, --no-promote would have no effect where --predictor asks for demand alone"),
+    (["--slots", 4, "--predictor", "demand", "--no-expire", "--cross-token"], "--no-expire, --cross-token would have no effect where"),
     (["--slots", 4, "--joules-per-gb", "inf"], "--joules-per-gb: inf is not a finite number of at least 0"),
 ])
 def test_a_simulation_that_cannot_be_run_is_one_sentence(file, capsys, options, said):
@@ -308,6 +322,24 @@ def test_asking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old"] and (tmp_path / "link").is_symlink()
 
 
+def test_a_file_in_a_folder_that_takes_no_new_one_is_refused_before_the_work(file, tmp_path, capsys, monkeypatch):
+    """It is replaced by one that is written beside it. (As root every folder takes one: hence the double.)"""
+    asked = []
+
+    def refusing(*, dir):
+        asked.append(dir)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(cli_traces.tempfile, "NamedTemporaryFile", refusing)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "old").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "old")
+    refused(capsys, ["simulate", file, "--slots", 6, "--csv", tmp_path / "link"], f"{tmp_path / 'link'} cannot be written: Permission denied")
+    assert asked == [tmp_path / "folder"] and (tmp_path / "folder" / "old").read_text() == "kept"
+    cli_traces.may_write(Path("/dev/null"))
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("option", ["--csv", "--json"])
 def test_a_disk_that_fills_up_leaves_the_table_on_the_screen(file, capsys, option):
     assert cli.main(["simulate", str(file), "--slots", "6", "--quiet", option, "/dev/full"]) == 2
@@ -361,6 +393,8 @@ def test_record_asks_for_the_arms_run_and_says_where_the_trace_lies(house, monke
 @pytest.mark.parametrize("options, said", [
     (["--profile", "huge"], "tier='huge' is unknown"),
     (["--prompt", 500], "prompt=500 lie in 1..95"),
+    (["--temperature", 0], "--temperature would have no effect on held-out text, where nothing is drawn: give --generated, or leave it out"),
+    (["--generation-seed", 0, "--temperature", 1], "--temperature, --generation-seed would have no effect on held-out text"),
     (["--predictors", "psychic"], "must be different ones of linear"),
 ])
 def test_a_recording_that_cannot_be_made_is_one_sentence(house, capsys, options, said):

@@ -1,5 +1,6 @@
 """The engine gives the resident model's tokens whatever the cache and the prefetch, and the simulator's counts on the trace that it records."""
 
+import math
 import os
 import threading
 
@@ -303,7 +304,7 @@ def test_a_future_of_another_shape_is_refused():
     ([[1] * P], {"max_new_tokens": NEW + 1}, "prompt 0: 6 tokens and 131 new ones exceed the model's context of 136"),
     ([[61]], {}, "prompt 0 has a token id outside 0..60"),
     ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
-    ([[1]], {"temperature": -1.0}, "temperature=-1.0 at least 0"),
+    *[([[1]], {"temperature": t}, f"temperature={t} must be 0, for the likeliest token, or finite and at least 1e-06") for t in (-1.0, 1e-320, math.nan, math.inf)],
 ])  # fmt: skip
 def test_prompts_that_cannot_be(prompts, more, message):
     with opened(house().folder) as engine, pytest.raises(ConfigError, match=message):

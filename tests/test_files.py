@@ -1,11 +1,15 @@
 """The small files of a run: whatever is in them is read, or refused with a sentence that names the file."""
 
+import math
+import os
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from predmoe.config import ConfigError, DataConfig, ModelConfig, build
-from predmoe.files import parse_json, parse_yaml, read_config, read_json, read_lines, write_text
+from predmoe.files import parse_json, parse_yaml, read_config, read_json, read_lines, write_json, write_text
 
 DEEP, LONG = '{"a": ' + "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
 
@@ -17,21 +21,72 @@ def test_json_that_cannot_be_read_is_a_value_error(text):
     assert parse_json('{"a": [1]}') == {"a": [1]}
 
 
-def test_a_result_that_cannot_be_written_is_a_sentence_and_no_half_file(tmp_path, monkeypatch):
-    write_text(tmp_path / "a", "whole é")
-    assert (tmp_path / "a").read_text(encoding="utf-8") == "whole é"
-    with pytest.raises(ConfigError, match="^/dev/full cannot be written: No space left on device; name a file elsewhere"):
-        write_text(Path("/dev/full"), "text")
+@pytest.mark.parametrize("value, said", [
+    ({"val_loss": float("nan")}, "val_loss is nan"), ({"seed": 1, "hit": {"linear": {"1": 0.5, "2": [0.1, np.float64("inf")]}}}, "hit.linear.2.1 is inf"), ([(1.0, -math.inf)], "0.1 is -inf"),
+])  # fmt: skip
+def test_what_is_no_number_is_no_result(tmp_path, value, said):
+    write_json(tmp_path / "a.json", {"old": 1.0})
+    for path in (tmp_path / "a.json", tmp_path / "b.json"):
+        with pytest.raises(ConfigError, match=f"^{path} is not written: {said}, which is no result$"):
+            write_json(path, value)
+    assert read_json(tmp_path / "a.json") == {"old": 1.0} and [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_result_replaces_a_file_whole_or_leaves_it_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    write_text(path, "whole é")
+    path.chmod(0o640)
+    write_text(path, "new é")
+    assert path.read_text(encoding="utf-8") == "new é" and path.stat().st_mode & 0o777 == 0o640
     real = Path.write_text
 
-    def full(path, text, **how):
-        real(path, text[:2], **how)
-        raise OSError(28, "No space left on device")
+    def stopped(error):
+        def write(path, text, **how):
+            real(path, text[:2], **how)
+            raise error
 
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
-        write_text(tmp_path / "b", "text")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+        return write
+
+    monkeypatch.setattr(Path, "write_text", stopped(OSError(28, "No space left on device")))
+    for place in (path, tmp_path / "b"):
+        with pytest.raises(ConfigError, match=f"^{place} cannot be written: No space left on device; name a file elsewhere"):
+            write_text(place, "text")
+    monkeypatch.setattr(Path, "write_text", stopped(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        write_text(path, "text")
+    assert list(tmp_path.iterdir()) == [path] and path.read_text(encoding="utf-8") == "new é"
+
+
+def test_a_result_goes_where_a_link_leads(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for link, target in (("to_a_file", "a"), ("to_nothing", "b")):
+        (tmp_path / link).symlink_to(tmp_path / "folder" / target)
+        (tmp_path / "folder" / "a").write_text("old")
+        write_text(tmp_path / link, "new")
+        assert (tmp_path / link).is_symlink() and (tmp_path / "folder" / target).read_text() == "new"
+    write_text(tmp_path / ("x" * 255), "new")   # the longest name that there can be
+    assert len(list(tmp_path.iterdir())) == 4 and len(list((tmp_path / "folder").iterdir())) == 2
+
+
+def test_a_result_goes_into_pipes_devices_and_what_is_printed(tmp_path, capfd):
+    with pytest.raises(ConfigError, match="^/dev/full cannot be written: No space left on device; name a file elsewhere"):
+        write_text(Path("/dev/full"), "text")
+    write_text(Path("/dev/null"), "text")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo() and Path("/dev/null").is_char_device()
+    os.close(reader)
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):   # files here: nothing of what they hold is lost
+        print("before", file=stream)
+        write_text(Path(f"/dev/{name}"), "é\n")
+        print("after", file=stream)
+    assert capfd.readouterr() == ("before\né\nafter\n",) * 2
+    with open(tmp_path / "gone", "w+") as file:
+        (tmp_path / "gone").unlink()
+        write_text(Path(f"/dev/fd/{file.fileno()}"), "text")
+        assert file.read() == "text" and list(tmp_path.iterdir()) == [pipe]
 
 
 @pytest.mark.parametrize("text, said", [(DEEP, "nested too deeply"), (LONG, "Exceeds the limit"), ("[1]", "holds a list"), ("{}", "without a usable a")])

@@ -351,6 +351,7 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (record("--model", folder, "--text", "the"), "--model needs --out"),
         (record("--model", folder, "--text", "the", "--arm", "joint", "--generated", *out), "--arm, --generated cannot go with --model"),
         (record("--text", "the"), "--text can only go with --model"),
+        (record("--model", folder, "--text", "the", "--seed", "0", "--temperature", "0", *out), "--seed, --temperature cannot go with --model"),
         (record("--model", folder, "--text", "the disk", "--horizon", "3", *out), "horizon 3 is beyond the last layer"),
         (record("--model", folder, "--text", "the disk", "--dtype", "int3", *out), "dtype='int3' is unknown"),
         (["probe", "--model", folder, "--horizon", "3"], "horizon 3 is beyond the last layer: a model of 3 MoE layers"),

@@ -88,3 +88,27 @@ def test_the_summary_is_the_first_sentence_of_each_answer_and_the_rest_follows_w
 def test_a_share_above_the_peak_has_a_footnote_and_others_have_none():
     table = "| step | of the matrix-product peak | bound by |\n| --- | --- | --- |\n| one | 59% | x |\n| two | {}% | x (120%) |\n\nMeasured."
     assert readme.beyond_peak(table.format(103)).startswith("\n\n103% of the peak is no mistake") and readme.beyond_peak(table.format(100)) == "" == readme.beyond_peak("text")
+
+
+def test_update_rewrites_what_has_changed_whole_or_not_at_all(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    from predmoe.config import ConfigError
+
+    text, docs = tmp_path / "README.md", tmp_path / "docs.md"
+    text.write_text("old"), docs.write_text("same")
+    monkeypatch.setattr(readme, "DOCS", docs)
+    monkeypatch.setattr(readme, "render", lambda text: "new")
+    monkeypatch.setattr(readme, "render_docs", lambda text: text)
+
+    def full(path, *_, **__):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "write_text", full)
+        with pytest.raises(ConfigError, match="cannot be written: No space left"):
+            readme.update(text)
+    assert text.read_text() == "old" and sorted(tmp_path.iterdir()) == [text, docs]
+    inode = docs.stat().st_ino
+    assert readme.update(text) and not readme.update(text) and text.read_text() == "new" and docs.stat().st_ino == inode

@@ -147,7 +147,7 @@ def test_heads_without_the_horizon_are_named(setting):
         record(model, evalset.tokens[:1, :-1], {"linear": short}, [2], prompt=P, origin=ORIGIN)
 
 
-@pytest.mark.parametrize("how, message", [(dict(new_tokens=T), "exceed the model's context"), (dict(new_tokens=0), "new_tokens=0"), (dict(new_tokens=1, temperature=-1.0), "temperature=-1.0")])
+@pytest.mark.parametrize("how, message", [(dict(new_tokens=T), "exceed the model's context"), (dict(new_tokens=0), "new_tokens=0"), *[(dict(new_tokens=1, temperature=t), f"temperature={t} must be 0,") for t in (-1.0, 1e-320, float("nan"))]])
 def test_a_generation_that_cannot_be_made_says_why(setting, how, message):
     model, evalset, _ = setting
     with pytest.raises(TraceError, match=message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .. import strict
 from ..config import ConfigError, ModelConfig
 from ..simulator import Cache, Prefetch
 from ..simulator.config import ORACLE
@@ -22,13 +23,15 @@ def check_settings(cache: Cache, prefetch: Prefetch | None, future: Trace | None
         raise ConfigError(f"guard={prefetch.guard!r} is for the simulator only; an engine has {', '.join(GUARDS)}")
     if prefetch is not None and prefetch.cross_token and prefetch.source != ORACLE:
         raise ConfigError("cross_token is for the simulator and the oracle only: predictors are fitted within a token")
+    if prefetch is not None and prefetch.threshold is not None and not 0 <= prefetch.threshold <= 1:
+        raise ConfigError(f"threshold={prefetch.threshold!r} must lie in 0..1: here a guess's score is a probability")
     if prefetch is not None and config.top_k + prefetch.budget > config.num_experts:
         raise ConfigError(f"budget={prefetch.budget} and top-{config.top_k} exceed the {config.num_experts} experts of a layer")
     needs = [what for what, asked in (("the oracle", prefetch is not None and prefetch.source == ORACLE), ("the policy belady", cache.policy == "belady")) if asked]
     if needs and future is None:
-        raise ConfigError(f"{' and '.join(needs)} must know the future: give the trace of the same generation")
+        raise ConfigError(f"{' and '.join(needs)} must know the future: give the trace of the same generation (--future)")
     if future is None and usage is None and (cache.pinned or cache.policy == "static"):
-        raise ConfigError("pinned and static experts are chosen by their use: give usage, or the trace of an earlier generation")
+        raise ConfigError("pinned and static experts are chosen by their use: give the trace of an earlier generation (--future), or usage")
     if future is not None and (future.num_layers, future.meta.num_experts, future.meta.top_k) != (config.num_layers, config.num_experts, config.top_k):
         raise TraceError(f"the trace is of {future.num_layers} layers of {future.meta.num_experts} experts, top-{future.meta.top_k}, the model {manifest.name!r} is not")
     deepest = max(prefetch.horizons) if prefetch else 0
@@ -39,8 +42,9 @@ def check_settings(cache: Cache, prefetch: Prefetch | None, future: Trace | None
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float, config: ModelConfig) -> None:
     """Raise ConfigError for what cannot be gone on with."""
-    if max_new_tokens < 1 or temperature < 0:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1, temperature={temperature} at least 0")
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    strict.temperature("temperature", temperature)
     check_tokens(prompts, max_new_tokens, config)
 
 

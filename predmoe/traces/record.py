@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import strict
 from ..evaluation import Heads, Lookup, Scorer
 from ..model import MoEModel, Routing
 from ..objectives import stack
@@ -68,8 +69,12 @@ def generate(model: MoEModel, prompts_BP, scorers: Mapping[str, Scorer], horizon
     `seed`. The other arguments and errors are those of `record`; prompt and new tokens together must fit the model's context.
     """
     tokens = torch.as_tensor(np.ascontiguousarray(prompts_BP)).long()
-    if new_tokens < 1 or temperature < 0:
-        raise TraceError(f"new_tokens={new_tokens} must be at least 1, temperature={temperature} at least 0")
+    if new_tokens < 1:
+        raise TraceError(f"new_tokens={new_tokens} must be at least 1")
+    try:
+        strict.temperature("temperature", temperature)
+    except strict.ConfigError as error:
+        raise TraceError(str(error)) from None
     prompt = tokens.shape[1]
     if prompt + new_tokens > model.config.context:
         raise TraceError(f"{prompt} prompt and {new_tokens} new tokens exceed the model's context of {model.config.context}")
