@@ -16,6 +16,7 @@ from predmoe.files import parse_json
 from predmoe.model import MoEModel
 
 COPY_AGAIN = "copy the checkpoint again"   # what a person can do about a damaged one
+WORKED_OUT = "rotary_emb.inv_freq"         # an entry that old checkpoints have though config.json says it all: transformers passes over it, too
 
 _PLAIN = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -87,16 +88,22 @@ def entry_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from zip(expert_entries(layer, expert), ((F, D), (F, D), (D, F)))
 
 
+def counted(names: Iterable[str]) -> str:
+    """Entries in few words: the first by name, and how many more there are."""
+    first, *more = sorted(names)
+    return first + (f" and {len(more)} more {'entry' if len(more) == 1 else 'entries'}" if more else "")
+
+
 def check_entries(names: Iterable[str], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
-    """Raise a ConfigError that names a missing or surplus entry, unless `names` are those of an OLMoE checkpoint of this shape; with the tensors' `shapes` by
-    name, also one of another shape."""
+    """Raise a ConfigError that names a missing entry, or the first surplus one and how many there are, unless `names` are those of an OLMoE checkpoint of this
+    shape; with the tensors' `shapes` by name, also one of another shape."""
     held, expected = set(names), {}
     for name, shape in entry_shapes(config):   # ends at the first that is missing, however many `config` claims
         if name not in held:
             raise ConfigError(f"the checkpoint has no {name}: it is not an OLMoE checkpoint of {config.num_layers} layers and {config.num_experts} experts")
         expected[name] = shape
-    if surplus := sorted(held - set(expected)):
-        raise ConfigError(f"the checkpoint has {surplus[0]}, which a model of {config.num_layers} layers and {config.num_experts} experts has not")
+    if surplus := [name for name in held - set(expected) if not name.endswith(WORKED_OUT)]:
+        raise ConfigError(f"the checkpoint has {counted(surplus)}, which a model of {config.num_layers} layers and {config.num_experts} experts has not")
     for name, shape in expected.items() if shapes is not None else ():
         if tuple(shapes[name]) != shape:
             raise ConfigError(f"{name} is {tuple(shapes[name])}, config.json says {shape}")

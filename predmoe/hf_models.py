@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from predmoe.checkpoint import counted
 from predmoe.config import TOKENIZERS, ConfigError
 from predmoe.hf import Backbone
 from predmoe.strict import device as known_device
@@ -37,7 +38,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
     """The causal language model in a folder (of a checkpoint or of one of our runs) or of a hub id, frozen, in evaluation mode.
 
     No code that comes with a model is run. Raises ConfigError for what is not there or cannot be read, for a hub id that is neither cached nor
-    reachable, for a dense model, and for one whose gates are not recognised.
+    reachable, for a checkpoint with weights too few or too many, for a dense model, and for one whose gates are not recognised.
     """
     from transformers import AutoModelForCausalLM
 
@@ -55,6 +56,8 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
         raise ConfigError(_told(name, source, error, "model")) from None
     if missing := sorted(found["missing_keys"]) or sorted(key[0] for key in found["mismatched_keys"]):   # the library would go on with random weights
         raise ConfigError(f"{name}: the checkpoint has no {missing[0]} of the shape that its config.json asks for: it is incomplete or another model's")
+    if surplus := found["unexpected_keys"]:   # without what the library itself passes over: rotary buffers, a family's heads for later tokens
+        raise ConfigError(f"{name}: the checkpoint has {counted(surplus)}, which the model that its config.json describes has not: one of the two is another model's")
     try:
         return Backbone(model.to(device).requires_grad_(False).eval())
     except ConfigError as error:
