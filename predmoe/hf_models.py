@@ -7,24 +7,27 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from predmoe.checkpoint import counted
+from predmoe.checkpoint import check_floating, counted, headers, weight_files
 from predmoe.config import TOKENIZERS, ConfigError
 from predmoe.hf import Backbone
 from predmoe.strict import device as known_device
 from predmoe.tokenizer import Tokenizer, load_tokenizer
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def checkpoint_folder(name: str) -> str:
     """`name`, or the checkpoint in it where it is a run's folder of the store. Raises ConfigError for a path that is not there."""
     folder = Path(name).expanduser()
+    if not name.strip() or folder.is_file():
+        raise ConfigError(f"{name!r} is {'a file' if name.strip() else 'no name'}: a model is the folder of a checkpoint, or a hub id")
     if (folder / "checkpoint" / "config.json").is_file():
         return str(folder / "checkpoint")
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -49,6 +52,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
         raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     check_device(device)
     source = checkpoint_folder(name)
+    stored = _stored(Path(source))
     try:
         with quiet():
             model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
@@ -58,12 +62,42 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
         raise ConfigError(f"{name}: the checkpoint has no {missing[0]} of the shape that its config.json asks for: it is incomplete or another model's")
     if surplus := found["unexpected_keys"]:   # without what the library itself passes over: rotary buffers, a family's heads for later tokens
         raise ConfigError(f"{name}: the checkpoint has {counted(surplus)}, which the model that its config.json describes has not: one of the two is another model's")
+    weights = model.state_dict()
+    if getattr(model, "hf_quantizer", None) is None:   # a quantised model's own numbers are its library's business
+        with _named(name):
+            check_floating({entry: dtype for entry, dtype in stored.items() if entry in weights and weights[entry].is_floating_point()})
+            check_finite(dict(model.named_parameters()))
     try:
-        return Backbone(model.to(device).requires_grad_(False).eval())
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+        with _named(name):
+            return Backbone(model.to(device).requires_grad_(False).eval())
+    except ConfigError:
+        raise
     except Exception as error:   # the model's own code, on two tokens: its configuration asks for what its layers cannot do
         raise ConfigError(f"{name}: two tokens do not pass through the model that its config.json describes ({_reason(error)}): correct it, or download it again") from error
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Within, a ConfigError's sentence begins with the model's name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _stored(folder: Path) -> dict[str, str]:
+    """Entry -> safetensors' name of its dtype, of a folder of safetensors files. Raises ConfigError that names a file which is missing or cut; a hub id, or a folder of
+    other files, is the library's business."""
+    if not any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+        return {}
+    return {entry: dtype for file in weight_files(folder) for entry, (_, dtype) in headers(file).items()}
+
+
+def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError that names the first floating-point weight with a NaN or an infinite number in it; attention may hide one from what comes after."""
+    bad = [entry for entry, tensor in weights.items() if tensor.dtype in _FLOATS and tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all()]
+    if bad:
+        raise ConfigError(f"{counted(bad)} of its weights {'are' if len(bad) > 1 else 'is'} not finite (NaN or infinite numbers): the checkpoint is damaged, or overflows in this --dtype")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from tiny_models import TINY, lively, their_model, tokens_of
 import predmoe.checkpoint
 from predmoe.checkpoint import from_olmoe, load_checkpoint, model_config, olmoe_config, save_checkpoint, to_olmoe
 from predmoe.config import ConfigError, ModelConfig
+from predmoe.engine.export import Checkpoint
 from predmoe.tokenizer import load_tokenizer
 
 # B batch, T time, N = B*T tokens, D model width, F expert width, E experts, K chosen, L layers, V vocabulary
@@ -214,6 +215,14 @@ def test_a_missing_tensor_is_named(checkpoint):
     del state["model.layers.1.mlp.experts.5.up_proj.weight"]
     save_file(state, checkpoint / "model.safetensors")
     refused(checkpoint, "model.layers.1.mlp.experts.5.up_proj.weight")
+
+
+def test_integers_without_their_scales_are_no_weights(checkpoint):
+    state = load_file(checkpoint / "model.safetensors")
+    save_file(state | {name: state[name].to(torch.int8) for name in ("lm_head.weight", "model.norm.weight")}, checkpoint / "model.safetensors")
+    refused(checkpoint, "the checkpoint stores lm_head.weight and 1 more entry as I8: quantised weights cannot be read, only F64, F32, BF16, F16")
+    with pytest.raises(ConfigError, match="stores lm_head.weight and 1 more entry as I8"):
+        Checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("more, words", [

@@ -51,3 +51,63 @@ def test_what_transformers_itself_passes_over_is_no_reason_to_refuse(tmp_path):
     other = stored(tmp_path / "other", "qwen3_moe", {"model.layers.46.eh_proj.weight": torch.ones(2, 2)})   # the same name where the family does not know it
     with pytest.raises(ConfigError, match="model.layers.46.eh_proj.weight, which"):
         load(str(other))
+
+
+# --- damaged weights -----------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named_though_a_short_text_may_not_show_it(value, tmp_path):
+    folder = stored(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    for names, words in ((["model.layers.0.self_attn.q_proj.weight"], "model.layers.0.self_attn.q_proj.weight of its weights is not finite"),
+                         (["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"], "lm_head.weight and 1 more entry of its weights are not finite")):   # fmt: skip
+        for name in names:
+            state[name][1, 2] = value
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError) as told:
+            load(str(folder))
+        assert str(told.value) == f"{folder}: {words} (NaN or infinite numbers): the checkpoint is damaged, or overflows in this --dtype"
+
+
+def test_weights_that_overflow_in_a_dtype_are_told(tmp_path):
+    folder = stored(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"][0, 0] = 1e5
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load(str(folder)).config.num_layers == LAYERS == load(str(folder), dtype="bfloat16").config.num_layers
+    with pytest.raises(ConfigError, match="lm_head.weight of its weights is not finite .* overflows in this --dtype"):
+        load(str(folder), dtype="float16")
+
+
+def test_integers_without_their_scales_are_no_weights(tmp_path):
+    folder = stored(tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    save_file({name: (100 * tensor).to(torch.int8) if "_proj" in name else tensor.double() for name, tensor in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model: the checkpoint stores model.layers.0.self_attn.k_proj.weight and \d+ more entries as I8: quantised weights cannot be read, only F64, F32, BF16, F16$"):
+        load(str(folder))
+
+
+# --- half a download -----------------------------------------------------------------------------------------------------------------------
+
+def test_of_shards_the_one_that_is_missing_or_cut_is_named(tmp_path):
+    folder = tmp_path / "model"
+    tiny("olmoe").save_pretrained(folder, max_shard_size="40KB")
+    index, first, second = folder / "model.safetensors.index.json", *sorted(folder.glob("model-*.safetensors"))[:2]
+    whole = second.read_bytes()
+    for damage, words in ((lambda: second.write_bytes(whole[: len(whole) // 2]), f"{second} is damaged: "), (second.unlink, f"{folder} lacks {second.name}: the checkpoint is incomplete"),
+                          (lambda: index.write_text("{"), f"{index} is damaged, it is not JSON"), (lambda: index.write_text('{"weight_map": {}}'), f"{index} is damaged, its weight_map")):   # fmt: skip
+        damage()
+        with pytest.raises(ConfigError) as told:
+            load(str(folder))
+        assert str(told.value).startswith(words) and str(told.value).endswith("copy the checkpoint again") and "\n" not in str(told.value)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n")   # a pointer in place of the file
+    with pytest.raises(ConfigError, match="model.safetensors is damaged: .*; copy the checkpoint again"):
+        load(str(folder))
+
+
+def test_a_file_or_nothing_is_no_model(tmp_path):
+    folder = stored(tmp_path / "model")
+    for name, words in ((str(folder / "config.json"), "is a file: a model is the folder of a checkpoint, or a hub id"), ("", "'' is no name: a model is"), (" ", "' ' is no name: a model is")):
+        with pytest.raises(ConfigError) as told:
+            load(name)
+        assert words in str(told.value)

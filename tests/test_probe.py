@@ -20,7 +20,7 @@ from predmoe.config import ConfigError, DataConfig, PosthocConfig
 from predmoe.hf import Backbone, NextGate
 from predmoe.hf_models import load, tokenizer_of
 from predmoe.hf_record import load_heads, record_texts
-from predmoe.model import MoEModel
+from predmoe.model import MoEModel, Output
 from predmoe.posthoc import capture, dev_hit, fit, measure
 from predmoe.predictor import membership, predicted_top_k
 from predmoe.probe import ProbeConfig, probe, table
@@ -259,12 +259,12 @@ def test_probing_by_command(folder, tmp_path, capsys, monkeypatch):
     assert [line[0] for line in shown] == ["2", "3", "all", "3", "all"]
     assert [float(line[1]) for line in shown[:2]] == pytest.approx(result["hit_per_layer"]["linear"]["1"], abs=1e-4)
     assert (tmp_path / "heads" / "ranking.safetensors").is_file()
-    shutil.copytree(folder, tmp_path / "nan")   # its routing is whole, its loss is not
+    shutil.copytree(folder, tmp_path / "nan")   # its routing is whole
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * float("nan")}, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
     asked[2], asked[-3], asked[-1] = tmp_path / "nan", tmp_path / "nan.json", tmp_path / "nan_heads"
     code, said, errors = told(capsys, *asked)
-    assert (code, said) == (2, "") and errors.splitlines()[-1] == f"predmoe: {tmp_path / 'nan'}: the loss of held-out text is nan: the model's weights are damaged, or overflow in this --dtype"
+    assert (code, said) == (2, "") and errors == f"predmoe: {tmp_path / 'nan'}: lm_head.weight of its weights is not finite (NaN or infinite numbers): the checkpoint is damaged, or overflows in this --dtype\n"
     assert not (tmp_path / "nan.json").exists() and not (tmp_path / "nan_heads").exists()
 
 
@@ -386,6 +386,17 @@ def test_a_probe_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(ConfigError) as error:
         ProbeConfig(**changes)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_told_before_the_fits(ours, monkeypatch, loss):
+    """Finite weights may overflow where they are multiplied."""
+    run, _, folder, cache = ours
+    backbone = load(str(folder), dtype="float32")
+    monkeypatch.setattr(Backbone, "__call__", lambda *_: Output(torch.tensor(loss), None, None, []))
+    monkeypatch.setattr("predmoe.probe.capture", lambda *_, **__: pytest.fail("it goes on"))
+    with pytest.raises(ConfigError, match=f"^ours: the loss of held-out text is {loss}: the model's weights are damaged, or overflow in this --dtype$"):
+        probe(backbone, load_tokenizer("bpe8k"), probe_config(run), name="ours", cache=cache)
 
 
 def test_a_model_of_one_gated_layer_has_nothing_ahead():
