@@ -195,12 +195,14 @@ def check_tokenizer(tokenizer: Tokenizer | HubTokenizer, backbone: Backbone, nam
 def encode(texts: Sequence[str], names: Sequence[str], tokenizer, backbone: Backbone, *, tokens: int | None = None) -> tuple[torch.Tensor, list[int]]:
     """Token ids (B, T), each row padded at its end with end-of-text, and the rows' lengths; `tokens` cuts each text to its first ones.
 
-    Raises ConfigError that names (`names`) a text that is empty, longer than the model's context, or of ids that the model has not.
+    Raises ConfigError that names (`names`) a text that is empty or no text, longer than the model's context, or of ids that the model has not.
     """
     if tokens is not None and not 1 <= tokens <= backbone.config.context:
         raise ConfigError(f"tokens={tokens} must lie in 1..{backbone.config.context}, the model's context")
     rows = []
     for name, text in zip(names, texts):
+        if half := next((letter for letter in text if "\ud800" <= letter <= "\udfff"), None):   # the shell's word for a byte that is not UTF-8
+            raise ConfigError(f"{name} is not UTF-8 text: character {text.index(half) + 1} is {half!r}, half of a surrogate pair or a byte that cannot be read")
         ids = tokenizer.encode(text)[:tokens]
         if not ids:
             raise ConfigError(f"{name} is empty: there is nothing to record")

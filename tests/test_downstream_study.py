@@ -36,11 +36,11 @@ def test_items_come_back_as_they_were_packed():
 
 def test_means_and_standard_errors_by_hand():
     samples = [{"acc": a, "acc_norm": 1.0, "target": "1", "filtered_resps": [(-9.0, False), (g, False)]} for a, g in ((1.0, -1.0), (0.0, -2.0), (0.0, -3.0), (1.0, -6.0))]
-    found, packed = summary(samples, 0.5)
+    found, packed = summary(samples, 0.5, "piqa")
     assert (found["items"], found["accuracy"], found["accuracy_norm"], found["gold"], found["chance"]) == (4, 0.5, 1.0, -3.0, 0.5)
     assert found["accuracy_se"] == pytest.approx(np.sqrt(1 / 3) / 2) and found["accuracy_norm_se"] == 0.0 and unpack_numbers(packed["gold"]).tolist() == [-1, -2, -3, -6]
-    with pytest.raises(ConfigError, match="item 1 is not finite"):
-        summary([samples[0], samples[1] | {"filtered_resps": [(0.0, False), (float("nan"), False)]}], 0.5)
+    with pytest.raises(ConfigError, match="^piqa: the log-likelihood of item 1 is nan: the model.s weights are damaged"):
+        summary([samples[0], samples[1] | {"filtered_resps": [(0.0, False), (float("nan"), False)]}], 0.5, "piqa")
 
 
 def test_two_classes_are_compared_item_for_item():

@@ -229,12 +229,12 @@ def told(capsys, *arguments):
 
 
 def test_recording_by_command(folder, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("the disk of the cache")
+    (tmp_path / "a.txt").write_text("\ufeffthe disk of the cache")   # with the mark that some editors set before a text
     out = tmp_path / "t.trace.safetensors"
     code, said, _ = told(capsys, "trace", "record", "--model", folder, "--text", "the cache reads the disk", "--text-file", tmp_path / "a.txt", "--prompt", 2, "--horizon", 1, "--out", out)
     assert code == 0 and "10 tokens in 2 sequences, 3 MoE layers x 8 experts, top-2" in said
     trace = traces.load(out)
-    assert trace.meta.layers == (1, 2, 3) and trace.meta.model == "tiny" and trace.token_ids[:5].tolist() == [3, 4, 5, 3, 6] and trace.meta.shared_experts == 1
+    assert trace.meta.layers == (1, 2, 3) and trace.meta.model == "tiny" and trace.token_ids.tolist() == [3, 4, 5, 3, 6, 3, 6, 7, 3, 4] and trace.meta.shared_experts == 1
     assert trace.predictors == {"next_router": (1,)}
 
 
@@ -346,17 +346,20 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (record("--model", folder, "--text", "the", long, *out), f"text 2 has {CONTEXT + 1} tokens, the model's context takes {CONTEXT}"),
         (record("--model", folder, "--text", "the", "", *out), "text 2 is empty"),
         (record("--model", folder, "--text-file", tmp_path / "bytes.txt", *out), "bytes.txt is not UTF-8 text"),
+        (record("--model", folder, "--text", "the", "a \udcff", *out), "text 2 is not UTF-8 text: character 3 is '\\udcff', half of a surrogate pair or a byte that cannot be read"),
         (record("--model", folder, "--text-file", tmp_path / "nothing.txt", *out), "nothing.txt: No such file"),
         (record("--model", folder, *out), "--model needs text to record"),
         (record("--model", folder, "--text", "the"), "--model needs --out"),
         (record("--model", folder, "--text", "the", "--arm", "joint", "--generated", *out), "--arm, --generated cannot go with --model"),
         (record("--text", "the"), "--text can only go with --model"),
         (record("--model", folder, "--text", "the disk", "--horizon", "3", *out), "horizon 3 is beyond the last layer"),
+        (record("--model", folder, "--text", "the disk", "--horizon", "0", *out), "horizon 0 is no number of layers ahead: a model of 3 layers can be asked at 1..2"),
         (record("--model", folder, "--text", "the disk", "--dtype", "int3", *out), "dtype='int3' is unknown"),
         (["probe", "--model", folder, "--horizon", "3"], "horizon 3 is beyond the last layer: a model of 3 MoE layers"),
         (["probe", "--model", folder, "--context", "64"], f"context=64 exceeds the model's, which is {CONTEXT} tokens"),
         (["probe", "--model", folder, "--tokenizer", "bpe8k"], "the tokenizer bpe8k has 8,192 ids"),
         (["probe", "--model", folder, "--memory-mb", "0.1"], "a budget of 0.1 MB does not hold one batch"),
+        (["probe", "--model", folder, "--batch-tokens", "1000000"], "a budget of 4,000 MB does not hold one batch (1000000 tokens)"),
         (["probe", "--model", folder, "--max-steps", "0"], "max_steps=0 must be at least 1"),
         (["probe", "--model", folder, "--json", tmp_path / "no" / "x.json"], "no such folder to write x.json in"),
     ]
