@@ -95,9 +95,11 @@ def _stored(folder: Path) -> dict[str, str]:
 
 def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
     """Raise ConfigError that names the first floating-point weight with a NaN or an infinite number in it; attention may hide one from what comes after."""
-    bad = [entry for entry, tensor in weights.items() if tensor.dtype in _FLOATS and tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all()]
+    bad = {entry: tensor.dtype for entry, tensor in weights.items() if tensor.dtype in _FLOATS and tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all()}
     if bad:
-        raise ConfigError(f"{counted(bad)} of its weights {'are' if len(bad) > 1 else 'is'} not finite (NaN or infinite numbers): the checkpoint is damaged, or overflows in this --dtype")
+        which = f"the weight {counted(bad)} is" if len(bad) == 1 else f"the weights {counted(bad)} are"
+        kind = str(bad[min(bad)]).removeprefix("torch.")
+        raise ConfigError(f"{which} not finite in {kind} (NaN or infinite numbers): the checkpoint is damaged, or its numbers are too large for that dtype")
 
 
 @contextlib.contextmanager

@@ -59,14 +59,14 @@ def test_what_transformers_itself_passes_over_is_no_reason_to_refuse(tmp_path):
 def test_a_weight_that_is_not_finite_is_named_though_a_short_text_may_not_show_it(value, tmp_path):
     folder = stored(tmp_path / "model")
     state = load_file(folder / "model.safetensors")
-    for names, words in ((["model.layers.0.self_attn.q_proj.weight"], "model.layers.0.self_attn.q_proj.weight of its weights is not finite"),
-                         (["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"], "lm_head.weight and 1 more entry of its weights are not finite")):   # fmt: skip
+    for names, words in ((["model.layers.0.self_attn.q_proj.weight"], "the weight model.layers.0.self_attn.q_proj.weight is not finite"),
+                         (["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"], "the weights lm_head.weight and 1 more entry are not finite")):   # fmt: skip
         for name in names:
             state[name][1, 2] = value
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ConfigError) as told:
             load(str(folder))
-        assert str(told.value) == f"{folder}: {words} (NaN or infinite numbers): the checkpoint is damaged, or overflows in this --dtype"
+        assert str(told.value) == f"{folder}: {words} in float32 (NaN or infinite numbers): the checkpoint is damaged, or its numbers are too large for that dtype"
 
 
 def test_weights_that_overflow_in_a_dtype_are_told(tmp_path):
@@ -75,7 +75,7 @@ def test_weights_that_overflow_in_a_dtype_are_told(tmp_path):
     state["lm_head.weight"][0, 0] = 1e5
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     assert load(str(folder)).config.num_layers == LAYERS == load(str(folder), dtype="bfloat16").config.num_layers
-    with pytest.raises(ConfigError, match="lm_head.weight of its weights is not finite .* overflows in this --dtype"):
+    with pytest.raises(ConfigError, match="the weight lm_head.weight is not finite in float16 .*too large for that dtype$"):
         load(str(folder), dtype="float16")
 
 

@@ -264,7 +264,7 @@ def test_probing_by_command(folder, tmp_path, capsys, monkeypatch):
     save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * float("nan")}, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
     asked[2], asked[-3], asked[-1] = tmp_path / "nan", tmp_path / "nan.json", tmp_path / "nan_heads"
     code, said, errors = told(capsys, *asked)
-    assert (code, said) == (2, "") and errors == f"predmoe: {tmp_path / 'nan'}: lm_head.weight of its weights is not finite (NaN or infinite numbers): the checkpoint is damaged, or overflows in this --dtype\n"
+    assert (code, said) == (2, "") and errors == f"predmoe: {tmp_path / 'nan'}: the weight lm_head.weight is not finite in float32 (NaN or infinite numbers): the checkpoint is damaged, or its numbers are too large for that dtype\n"
     assert not (tmp_path / "nan.json").exists() and not (tmp_path / "nan_heads").exists()
 
 
