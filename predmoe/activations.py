@@ -88,8 +88,8 @@ def plan(budget: int, shape, *, tokens: int, batch_tokens: int, horizons: int, T
     captured, scored = width * 12 + scores * 16, width * 8 + scores * 48 + shape.vocab_size * 12
     least = max(batch_tokens * fitted, T * captured, T * scored)
     if least > budget:
-        raise ConfigError(f"a budget of {budget / 1e6:.3g} MB does not hold one batch ({batch_tokens} tokens) or window ({T} tokens), "
-                          f"which takes {least / 1e6:.3g} MB: raise it (--memory-mb), or lower the batch or the context")  # fmt: skip
+        raise ConfigError(f"a budget of {round(budget / 1e6, 2):,g} MB does not hold one batch ({batch_tokens} tokens) or window ({T} tokens), "
+                          f"which takes {round(least / 1e6, 2):,g} MB: raise it (--memory-mb), or lower the batch or the context")  # fmt: skip
     cache = tokens * width * 2
     on_disk = cache + least > budget
     left = budget - (0 if on_disk else cache)

@@ -115,6 +115,17 @@ def coadaptation(arms: Sequence[Mapping], names: Sequence[str], horizons: Sequen
     return found
 
 
+def for_its_head(gaps: Sequence[Mapping], joint: str, isolated: str) -> list[dict]:
+    """By horizon: the effects of `coadaptation` in the arm `joint` minus those in `isolated`, over the seeds that both have; empty where they have none in common."""
+    sides = [{e["horizon"]: dict(zip(e["seeds"], e["per_seed"])) for e in gaps if e["treatment"] == arm} for arm in (joint, isolated)]
+    found = []
+    for h in (h for h in sides[0] if h in sides[1]):
+        pairs = {seed: value - sides[1][h][seed] for seed, value in sides[0][h].items() if seed in sides[1][h]}
+        effects = [stats.over_seeds(pairs, name=f"{joint} - {isolated}, what the head trained along has over a fresh one, h={h}", unit="hit@k").as_dict()] if pairs else []
+        found += [e | {"treatment": joint, "control": isolated, "horizon": h, "family": "exploratory"} for e in effects]
+    return found
+
+
 def drift_effects(arms: Sequence[Mapping]) -> list[dict]:
     """Of every fine-tuned arm: entropies and loss minus those of the one stock model, and experts kept minus all of them, over seeds."""
     table, found = drifts(arms), []
@@ -252,16 +263,24 @@ def say_coadaptation(effects: Sequence[Mapping]) -> list[str]:
     by_arm: dict[str, list[Mapping]] = {}
     for effect in effects:
         by_arm.setdefault(effect["treatment"], []).append(effect)
-    told = []
-    for arm, group in by_arm.items():
-        sides: dict[str, list[str]] = {}
-        for e in group:
-            low, high = e["ci95"] or (0.0, 0.0)
-            sides.setdefault("more" if low > 0 else "less" if high < 0 else "neither measurably more nor less", []).append(str(e["horizon"]))
-        verdict = "untested" if group[0]["ci95"] is None else "; ".join(f"{way} at h = {', '.join(at)}" for way, at in sides.items())
-        sizes = ", ".join(f"{_moved(e, 'points')} at h = {e['horizon']}" for e in group)
-        told.append(f"In the arm {arm}, the hit@k of the head that was trained along, minus that of a fresh linear one on the same model, is {sizes} ({_seeds(group[0])}): {verdict}.")
-    return told
+    return [f"In the arm {arm}, the hit@k of the head that was trained along, minus that of a fresh linear one on the same model, is {_by_side(group)}." for arm, group in by_arm.items()]
+
+
+def say_for_its_head(effects: Sequence[Mapping]) -> list[str]:
+    """What the model did for its head alone: a sentence on the effects of `for_its_head`, none where there are none."""
+    return [f"In the arm {e['treatment']}, what the model did for its head alone, this difference minus that in the arm {e['control']} of the same seed, is {_by_side(effects)}."
+            for e in effects[:1]]  # fmt: skip
+
+
+def _by_side(group: Sequence[Mapping]) -> str:
+    """ "+4.0 points [+3.0, +5.0] at h = 1, ... (3 seeds): more at h = 1", more or less where the interval excludes zero."""
+    sides: dict[str, list[str]] = {}
+    for e in group:
+        low, high = e["ci95"] or (0.0, 0.0)
+        sides.setdefault("more" if low > 0 else "less" if high < 0 else "neither measurably more nor less", []).append(str(e["horizon"]))
+    verdict = "untested" if group[0]["ci95"] is None else "; ".join(f"{way} at h = {', '.join(at)}" for way, at in sides.items())
+    sizes = ", ".join(f"{_moved(e, 'points')} at h = {e['horizon']}" for e in group)
+    return f"{sizes} ({_seeds(group[0])}): {verdict}"
 
 
 def say_drift(effects: Sequence[Mapping]) -> list[str]:

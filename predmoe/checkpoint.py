@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from predmoe.files import parse_json
 from predmoe.model import MoEModel
 
 COPY_AGAIN = "copy the checkpoint again"   # what a person can do about a damaged one
+WORKED_OUT = "rotary_emb.inv_freq"         # an entry that old checkpoints have though config.json says it all: transformers passes over it, too
+FLOATING = ("F64", "F32", "BF16", "F16")   # safetensors' names of what weights may be stored as
 
 _PLAIN = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -87,16 +89,22 @@ def entry_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from zip(expert_entries(layer, expert), ((F, D), (F, D), (D, F)))
 
 
+def counted(names: Iterable[str]) -> str:
+    """Entries in few words: the first by name, and how many more there are."""
+    first, *more = sorted(names)
+    return first + (f" and {len(more)} more {'entry' if len(more) == 1 else 'entries'}" if more else "")
+
+
 def check_entries(names: Iterable[str], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
-    """Raise a ConfigError that names a missing or surplus entry, unless `names` are those of an OLMoE checkpoint of this shape; with the tensors' `shapes` by
-    name, also one of another shape."""
+    """Raise a ConfigError that names a missing entry, or the first surplus one and how many there are, unless `names` are those of an OLMoE checkpoint of this
+    shape; with the tensors' `shapes` by name, also one of another shape."""
     held, expected = set(names), {}
     for name, shape in entry_shapes(config):   # ends at the first that is missing, however many `config` claims
         if name not in held:
             raise ConfigError(f"the checkpoint has no {name}: it is not an OLMoE checkpoint of {config.num_layers} layers and {config.num_experts} experts")
         expected[name] = shape
-    if surplus := sorted(held - set(expected)):
-        raise ConfigError(f"the checkpoint has {surplus[0]}, which a model of {config.num_layers} layers and {config.num_experts} experts has not")
+    if surplus := [name for name in held - set(expected) if not name.endswith(WORKED_OUT)]:
+        raise ConfigError(f"the checkpoint has {counted(surplus)}, which a model of {config.num_layers} layers and {config.num_experts} experts has not")
     for name, shape in expected.items() if shapes is not None else ():
         if tuple(shapes[name]) != shape:
             raise ConfigError(f"{name} is {tuple(shapes[name])}, config.json says {shape}")
@@ -220,6 +228,33 @@ def _shards(index: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint's folder: one, or shards with an index. Raises ConfigError for one that is not there."""
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / names[0]).is_file():  # transformers takes the single file first, too
+        names = _shards(index)
+    for name in names:
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete; {COPY_AGAIN}")
+    return [folder / name for name in names]
+
+
+def headers(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Entry -> its shape and safetensors' name of its dtype, without reading the weights. Raises ConfigError where the file is damaged."""
+    try:
+        with safe_open(file, "pt") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}
+            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged: {error}; {COPY_AGAIN}") from None
+
+
+def check_floating(dtypes: Mapping[str, str]) -> None:
+    """Raise a ConfigError that names the first entry (of name -> safetensors' dtype) that is no plain floating-point one: integers without their scales say nothing."""
+    if quantised := [name for name, dtype in dtypes.items() if dtype not in FLOATING]:
+        raise ConfigError(f"the checkpoint stores {counted(quantised)} as {dtypes[min(quantised)]}: quantised weights cannot be read, only {', '.join(FLOATING)}")
+
+
 def find_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> tuple[ModelConfig, list[Path]]:
     """What the OLMoE checkpoint in `folder` is, and its safetensors files (one, or shards with an index). Raises ConfigError where it is none, incomplete, or
     not what is `expected`."""
@@ -232,13 +267,7 @@ def find_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> 
         a, b = to_dict(config), to_dict(expected)
         differing = ", ".join(f"{n}={a[n]} (wanted {b[n]})" for n in a if a[n] != b[n])
         raise ConfigError(f"{folder} is a checkpoint of another shape: {differing}")
-    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / names[0]).is_file():  # transformers takes the single file first, too
-        names = _shards(index)
-    for name in names:
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder} lacks {name}: the checkpoint is incomplete; {COPY_AGAIN}")
-    return config, [folder / name for name in names]
+    return config, weight_files(folder)
 
 
 def load_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> MoEModel:
@@ -247,13 +276,12 @@ def load_checkpoint(folder: str | Path, expected: ModelConfig | None = None) -> 
     Raises ConfigError where files are missing or damaged, the format is another, or `expected` differs from what is stored.
     """
     config, files = find_checkpoint(folder, expected)
+    stored = {name: dtype for file in files for name, (_, dtype) in headers(file).items()}
     state: dict[str, Tensor] = {}
     for file in files:
-        try:
-            state |= load_file(file)
-        except SafetensorError as error:
-            raise ConfigError(f"{file} is damaged: {error}; {COPY_AGAIN}") from None
+        state |= load_file(file)
     try:
+        check_floating(stored)
         ours = {name: tensor.float() for name, tensor in from_olmoe(state, config).items()}   # before a model is made: config.json may claim any size
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None

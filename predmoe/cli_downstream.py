@@ -34,17 +34,21 @@ def _evaluate(options) -> int:
     lm = downstream.load(options.model, tokenizer=options.tokenizer, device=options.device)
     here = DownstreamConfig(tasks=tuple(task for task in wanted.tasks if task not in lacking), items=options.items, cloze=0, hub=options.hub)
     found, tasks = {}, downstream_tasks.load(here, None)   # damaged items are told before anything is printed
-    print(f"{'task':<15} {'items':>6} {'chance':>7} {'accuracy':>16} {'normalised':>16} {'gold answer (nats)':>20}", flush=True)
     for name, task in tasks.items():
         kept, total = measure_downstream.fitting(lm, task), len(task.eval_docs)
         if not kept:
             lacking[name] = "every item has an answer longer than the model's context"
             continue
         task = task.of(kept)
-        found[name], _ = measure_downstream.summary(measure_downstream.run_task(lm, name, task), measure_downstream.chance_of(name, task))
+        scores, _ = measure_downstream.summary(measure_downstream.run_task(lm, name, task), measure_downstream.chance_of(name, task), name)
+        if not found:
+            print(f"{'task':<15} {'items':>6} {'chance':>7} {'accuracy':>16} {'normalised':>16} {'gold answer (nats)':>20}", flush=True)
+        found[name] = scores
         found[name]["left_out"] = total - len(kept)   # answers longer than the model's context
         row, told = found[name], [_told_number(found[name], *how) for how in (("accuracy", 100, "%"), ("accuracy_norm", 100, "%"), ("gold", 1, ""))]
         print(f"{name:<15} {row['items']:>6} {row['chance']:>7.1%} {told[0]:>16} {told[1]:>16} {told[2]:>20}", flush=True)
+    if not found:
+        raise ConfigError(f"no task can be run: {'; '.join(f'{name}: {reason}' for name, reason in lacking.items())}")
     for name, reason in lacking.items():
         print(f"{name}: not run: {reason}")
     if options.json:

@@ -27,14 +27,18 @@ METRICS = {"gold": (GOLD, "nats"), "accuracy": ("accuracy", "share"), "accuracy_
 def settle(wanted: DownstreamConfig, configs: Sequence[RunConfig], store: Path) -> DownstreamConfig:
     """`wanted` where the store holds it of every run, as a repository's clone does; else with those tasks alone whose items are here.
 
-    Raises ConfigError where nothing is left to run.
+    Raises ConfigError where nothing is left to run, and, before models are trained for it, where a file of items that is needed is damaged.
     """
-    if configs and all(runs.Run(Path(store) / run.hash, run).measurement(wanted) is not None for run in configs):
+    held = lambda how: configs and all(runs.Run(Path(store) / run.hash, run).measurement(how) is not None for run in configs)  # noqa: E731
+    if held(wanted):
         return wanted
     lacking = downstream_tasks.missing(wanted.tasks, hub=wanted.hub)
     if len(lacking) == len(wanted.tasks) and not wanted.cloze:
         raise ConfigError(f"no task can be run: {'; '.join(dict.fromkeys(lacking.values())) or 'none is named'}")
-    return dataclasses.replace(wanted, tasks=tuple(task for task in wanted.tasks if task not in lacking))
+    settled = dataclasses.replace(wanted, tasks=tuple(task for task in wanted.tasks if task not in lacking))
+    for task in settled.tasks if not (wanted.hub or held(settled)) else ():
+        downstream_tasks.read(task)
+    return settled
 
 
 def not_run(wanted: DownstreamConfig, settled: DownstreamConfig) -> list[str]:

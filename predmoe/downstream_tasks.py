@@ -118,7 +118,8 @@ def read(task: str) -> list[dict]:
 def _lines(path: Path) -> list[str]:
     try:
         raw = bz2.decompress(path.read_bytes()) if path.suffix == ".bz2" else path.read_bytes()
-        return raw.decode().split("\n")   # not splitlines: items hold other separators
+        text = raw.decode("utf-8-sig")   # a byte order mark, and CR before LF, are what an editor adds; a line's own text has neither
+        return [line.removesuffix("\r") for line in text.split("\n")]   # not splitlines: items hold other separators
     except (OSError, ValueError, EOFError) as error:   # bz2's and the decoder's own among them
         raise ConfigError(f"{path.name} cannot be read as {'bzip2-compressed ' if path.suffix == '.bz2' else ''}UTF-8 text: {error}; fetch it again") from None
 

@@ -7,23 +7,27 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from predmoe.checkpoint import check_floating, counted, headers, weight_files
 from predmoe.config import TOKENIZERS, ConfigError
 from predmoe.hf import Backbone
 from predmoe.strict import device as known_device
 from predmoe.tokenizer import Tokenizer, load_tokenizer
 
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def checkpoint_folder(name: str) -> str:
     """`name`, or the checkpoint in it where it is a run's folder of the store. Raises ConfigError for a path that is not there."""
     folder = Path(name).expanduser()
+    if not name.strip() or folder.is_file():
+        raise ConfigError(f"{name!r} is {'a file' if name.strip() else 'no name'}: a model is the folder of a checkpoint, or a hub id")
     if (folder / "checkpoint" / "config.json").is_file():
         return str(folder / "checkpoint")
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -37,7 +41,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
     """The causal language model in a folder (of a checkpoint or of one of our runs) or of a hub id, frozen, in evaluation mode.
 
     No code that comes with a model is run. Raises ConfigError for what is not there or cannot be read, for a hub id that is neither cached nor
-    reachable, for a dense model, and for one whose gates are not recognised.
+    reachable, for a checkpoint with weights too few or too many, for a dense model, and for one whose gates are not recognised.
     """
     from transformers import AutoModelForCausalLM
 
@@ -48,6 +52,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
         raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     check_device(device)
     source = checkpoint_folder(name)
+    stored = _stored(Path(source))
     try:
         with quiet():
             model, found = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
@@ -55,12 +60,46 @@ def load(name: str, *, dtype: str = "auto", device: str = "cpu") -> Backbone:
         raise ConfigError(_told(name, source, error, "model")) from None
     if missing := sorted(found["missing_keys"]) or sorted(key[0] for key in found["mismatched_keys"]):   # the library would go on with random weights
         raise ConfigError(f"{name}: the checkpoint has no {missing[0]} of the shape that its config.json asks for: it is incomplete or another model's")
+    if surplus := found["unexpected_keys"]:   # without what the library itself passes over: rotary buffers, a family's heads for later tokens
+        raise ConfigError(f"{name}: the checkpoint has {counted(surplus)}, which the model that its config.json describes has not: one of the two is another model's")
+    weights = model.state_dict()
+    if getattr(model, "hf_quantizer", None) is None:   # a quantised model's own numbers are its library's business
+        with _named(name):
+            check_floating({entry: dtype for entry, dtype in stored.items() if entry in weights and weights[entry].is_floating_point()})
+            check_finite(dict(model.named_parameters()))
     try:
-        return Backbone(model.to(device).requires_grad_(False).eval())
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
+        with _named(name):
+            return Backbone(model.to(device).requires_grad_(False).eval())
+    except ConfigError:
+        raise
     except Exception as error:   # the model's own code, on two tokens: its configuration asks for what its layers cannot do
         raise ConfigError(f"{name}: two tokens do not pass through the model that its config.json describes ({_reason(error)}): correct it, or download it again") from error
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Within, a ConfigError's sentence begins with the model's name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _stored(folder: Path) -> dict[str, str]:
+    """Entry -> safetensors' name of its dtype, of a folder of safetensors files. Raises ConfigError that names a file which is missing or cut; a hub id, or a folder of
+    other files, is the library's business."""
+    if not any((folder / f"model.safetensors{end}").is_file() for end in ("", ".index.json")):
+        return {}
+    return {entry: dtype for file in weight_files(folder) for entry, (_, dtype) in headers(file).items()}
+
+
+def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError that names the first floating-point weight with a NaN or an infinite number in it; attention may hide one from what comes after."""
+    bad = {entry: tensor.dtype for entry, tensor in weights.items() if tensor.dtype in _FLOATS and tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all()}
+    if bad:
+        which = f"the weight {counted(bad)} is" if len(bad) == 1 else f"the weights {counted(bad)} are"
+        kind = str(bad[min(bad)]).removeprefix("torch.")
+        raise ConfigError(f"{which} not finite in {kind} (NaN or infinite numbers): the checkpoint is damaged, or its numbers are too large for that dtype")
 
 
 @contextlib.contextmanager
@@ -158,12 +197,14 @@ def check_tokenizer(tokenizer: Tokenizer | HubTokenizer, backbone: Backbone, nam
 def encode(texts: Sequence[str], names: Sequence[str], tokenizer, backbone: Backbone, *, tokens: int | None = None) -> tuple[torch.Tensor, list[int]]:
     """Token ids (B, T), each row padded at its end with end-of-text, and the rows' lengths; `tokens` cuts each text to its first ones.
 
-    Raises ConfigError that names (`names`) a text that is empty, longer than the model's context, or of ids that the model has not.
+    Raises ConfigError that names (`names`) a text that is empty or no text, longer than the model's context, or of ids that the model has not.
     """
     if tokens is not None and not 1 <= tokens <= backbone.config.context:
         raise ConfigError(f"tokens={tokens} must lie in 1..{backbone.config.context}, the model's context")
     rows = []
     for name, text in zip(names, texts):
+        if half := next((letter for letter in text if "\ud800" <= letter <= "\udfff"), None):   # the shell's word for a byte that is not UTF-8
+            raise ConfigError(f"{name} is not UTF-8 text: character {text.index(half) + 1} is {half!r}, half of a surrogate pair or a byte that cannot be read")
         ids = tokenizer.encode(text)[:tokens]
         if not ids:
             raise ConfigError(f"{name} is empty: there is nothing to record")

@@ -44,13 +44,14 @@ def gold_of(sample: Mapping) -> float:
     return float(answers[0][0] if len(answers) == 1 else answers[int(sample["target"])][0])
 
 
-def summary(samples: Sequence[Mapping], chance: float) -> tuple[dict, dict]:
-    """Means with standard errors over the items, and the items themselves, packed."""
+def summary(samples: Sequence[Mapping], chance: float, name: str) -> tuple[dict, dict]:
+    """Means with standard errors over the items of task `name`, and the items themselves, packed. Raises ConfigError where a log-likelihood is not finite."""
     values = {"accuracy": np.array([sample["acc"] for sample in samples], float), "gold": np.array([gold_of(sample) for sample in samples])}
     if "acc_norm" in samples[0]:
         values["accuracy_norm"] = np.array([sample["acc_norm"] for sample in samples], float)
     if not np.isfinite(values["gold"]).all():
-        raise ConfigError(f"the log-likelihood of item {int(np.argmin(np.isfinite(values['gold'])))} is not finite: the model is broken")
+        item = int(np.argmin(np.isfinite(values["gold"])))
+        raise ConfigError(f"{name}: the log-likelihood of item {item} is {values['gold'][item]}: the model's weights are damaged, or it diverged in training")
     n = len(samples)
     means = {name: float(x.mean()) for name, x in values.items()}
     errors = {f"{name}_se": float(x.std(ddof=1) / np.sqrt(n)) if n > 1 else 0.0 for name, x in values.items()}
@@ -153,7 +154,7 @@ def measure(model: MoEModel, checkpoint: Path, run: RunConfig, tokens: Tokens, c
         before, begun = lm.cut, time.perf_counter()
         samples = run_task(lm, name, task)
         seconds = time.perf_counter() - begun
-        found["tasks"][name], found["answers"][name] = summary(samples, chance_of(name, task))
+        found["tasks"][name], found["answers"][name] = summary(samples, chance_of(name, task), name)
         requests = sum(len(sample["filtered_resps"]) for sample in samples)
         found["tasks"][name] |= {"fingerprint": downstream_tasks.fingerprint(task), "requests": requests, "cut": lm.cut - before, "seconds": seconds}
         progress(f"{name}: {len(samples)} items in {seconds:.0f} s, accuracy {found['tasks'][name]['accuracy']:.3f}")

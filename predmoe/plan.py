@@ -13,6 +13,7 @@ from pathlib import Path
 from . import config, downstream_study, execute, runs, studies
 from .files import read_json
 from .finished import TIMING
+from .measured import read_measurement
 from .model import count_parameters
 
 
@@ -151,7 +152,7 @@ def _timings(store: Path) -> dict[Kind, tuple[float, float]]:
     for source in sorted(store.glob("*/posthoc-*.json")):
         if source.name.endswith(".config.json"):
             continue
-        measured = runs.read_measurement(source, config.PosthocConfig)
+        measured = read_measurement(source, config.PosthocConfig)
         run, seconds = _configuration(source, measured["config"]), measured["seconds"]
         if not all(isinstance(seconds.get(part), (int, float)) for part in ("train", "posthoc")):
             raise config.ConfigError(f"{source} is damaged (it does not say how long training and measuring took); restore it from a copy, or remove it to measure the run again")

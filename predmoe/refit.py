@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from . import claims, experiments
+from . import claims, experiments, results
 from .findings import say_by_horizon
 
 LOSSES = {   # PosthocConfig.ranking_loss in words
@@ -23,8 +23,10 @@ def effects(again: Sequence[Mapping], treatment: str, control: str) -> list[dict
 
 
 def levels(arms: Sequence[Mapping], arm: str, predictor: str = "ranking") -> dict[int, float]:
-    """horizon -> hit@k of one arm, mean over its seeds."""
+    """horizon -> hit@k (share) of one arm, mean over its seeds. Raises ResultError where the arm is not there."""
     mine = [row["hit"][predictor] for row in arms if row["arm"] == arm]
+    if not mine:
+        raise results.ResultError(f"there is no arm {arm!r} among {', '.join(dict.fromkeys(row['arm'] for row in arms)) or 'no measurements'}")
     return {int(h): float(np.mean([row[h] for row in mine])) for h in mine[0]}
 
 
@@ -33,17 +35,20 @@ def say_levels(arms: Sequence[Mapping], again: Sequence[Mapping], arm: str) -> s
     first, second, linear = levels(arms, arm), levels(again, arm), levels(arms, arm, "linear")
     told = " / ".join
     at = lambda chosen: f"at h = {' / '.join(map(str, chosen))}"  # noqa: E731
-    better, below = [h for h in first if second[h] > first[h]], {name: [h for h in linear if values[h] < linear[h]] for name, values in (("first", first), ("second", second))}
-    order = "stronger at every horizon" if len(better) == len(first) else "weaker at every horizon" if not better else f"stronger {at(better)} alone"
+    sides = {"stronger": [h for h in first if second[h] > first[h]], "weaker": [h for h in first if second[h] < first[h]], "as strong as the first": [h for h in first if second[h] == first[h]]}
+    order = ", ".join(f"{how} {'at every horizon' if len(hs) == len(first) else at(hs)}" for how, hs in sides.items() if hs)
+    below = {name: [h for h in linear if values[h] < linear[h]] for name, values in (("first", first), ("second", second))}
     beaten = "".join(f"; the {name} is weaker than the linear predictor {at(hs)}" for name, hs in below.items() if hs)
     return (f"On the {arm} model the MLP fitted {LOSSES[loss_of(arms)]} has hit@k {told(f'{100 * v:.1f}' for v in first.values())}% {at(first)}; fitted {LOSSES[loss_of(again)]}, "
             f"{told(f'{100 * v:.1f}' for v in second.values())}%; a linear one {told(f'{100 * v:.1f}' for v in linear.values())}%. The second is {order}{beaten}.")  # fmt: skip
 
 
 def loss_of(arms: Sequence[Mapping]) -> str:
-    """Which loss the arms' ranking MLPs were fitted by."""
-    (found,) = {row["posthoc_config"].get("ranking_loss", claims.REFERENCE_LOSS) for row in arms}
-    return found
+    """Which loss the arms' ranking MLPs were fitted by, of all the same. Raises ResultError where they are not."""
+    found = sorted({row["posthoc_config"].get("ranking_loss", claims.REFERENCE_LOSS) for row in arms})
+    if len(found) != 1:
+        raise results.ResultError(f"the ranking MLPs of these arms were fitted by {' and '.join(found) or 'no loss'}, not by one loss: they cannot be compared")
+    return found[0]
 
 
 def say_judge(loss: str) -> str:

@@ -24,6 +24,7 @@ from predmoe.checkpoint import find_checkpoint
 from predmoe.config import PREDICTORS, ConfigError, DownstreamConfig, LocalityConfig, PosthocConfig, RunConfig, stable_hash, to_dict
 from predmoe.files import read_config, read_json, read_lines, write_json
 from predmoe.finished import TIMING, check_weights, is_complete, is_finished
+from predmoe.measured import read_measurement
 from predmoe.posthoc import heads_file
 from predmoe.train import check_device, load_predictor
 
@@ -34,19 +35,6 @@ KINDS = {"posthoc": PosthocConfig, "locality": LocalityConfig, "downstream": Dow
 # glibc gives large blocks back at each free and faults them in again at each step: told not to, a step is 5% faster.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
-
-# What is read of a measurement, with its type. A file that lacks any of it is damaged.
-_NUMBER = (int, float)
-MEASURED = {
-    PosthocConfig: dict.fromkeys(("hit", "exact_set", "margin_over_token_id", "hit_per_layer", "static_hit", "token_id_hit", "documents", "curves", "converged", "config",
-                                  "seconds", "parameters", "terms_nats", "provenance"), dict)
-    | dict.fromkeys(("val_loss", "router_entropy", "router_entropy_fraction", "top_k_mass", "load_entropy", "largest_load", "dead_experts", "reuse", "hidden_cosine",
-                     "lambda_pred", "tokens_per_second"), _NUMBER) | {"config_hash": str, "seed": int},
-    LocalityConfig: dict.fromkeys(("slots", "lru", "belady", "next_token", "pre_attention", "converged"), dict)
-    | dict.fromkeys(("tokens", "reuse", "switch_rate", "srp", "srp_size", "sch", "sch_global"), _NUMBER),
-    DownstreamConfig: dict.fromkeys(("tasks", "answers", "harness", "left_out"), dict),
-}  # fmt: skip
-WITHIN = {PosthocConfig: {"hit": PREDICTORS, "converged": PREDICTORS, "documents": ("tokens",)}}   # what entries of MEASURED hold at least: a fit that is not there has not converged
 
 
 def same_bits() -> dict[str, str]:
@@ -111,16 +99,6 @@ def measurement_name(how: Measurement) -> str:
 
 def posthoc_name(posthoc: PosthocConfig) -> str:
     return measurement_name(posthoc)
-
-
-def read_measurement(source: Path, kind: type[Measurement]) -> dict:
-    """A measurement's file. Raises ConfigError where it is damaged."""
-    remedy = "remove it to measure the run again"
-    found = read_json(source, MEASURED[kind], remedy=remedy)
-    for entry, names in WITHIN.get(kind, {}).items():
-        if lacking := [name for name in names if name not in found[entry]]:
-            raise ConfigError(f"{source} is damaged ({entry} lacks {', '.join(lacking)}); restore it from a copy, or {remedy}")
-    return found
 
 
 def default_store(profile: str) -> Path:

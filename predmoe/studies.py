@@ -41,8 +41,12 @@ def posthoc_config(tier: str, changes: Mapping) -> config.PosthocConfig:
 
 
 def first_fit(parameters: Mapping) -> config.PosthocConfig:
-    """A notebook's predictor fit, from its parameters tier, posthoc and, where it has one, ranking_loss."""
-    return posthoc_config(parameters["tier"], {name: parameters[name] for name in ("ranking_loss",) if name in parameters} | dict(parameters["posthoc"]))
+    """A notebook's predictor fit, from its parameters tier, posthoc and, where it has one, ranking_loss. Raises ConfigError where the two name different losses."""
+    changes = {name: parameters[name] for name in ("ranking_loss",) if name in parameters}
+    for name, value in changes.items():
+        if (other := parameters["posthoc"].get(name, value)) != value:
+            raise config.ConfigError(f"posthoc: {name}={other!r} contradicts the parameter {name}={value!r}: set {name} alone, and leave it out of posthoc")
+    return posthoc_config(parameters["tier"], dict(parameters["posthoc"]) | changes)
 
 
 def second_fit(parameters: Mapping) -> config.PosthocConfig:

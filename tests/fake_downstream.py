@@ -20,7 +20,7 @@ def downstream(arm: str, seed: int, *, items: int = 200, better: float = 0.0, na
         right = hard.random(items) * 0.9 + own.random(items) * 0.1 < rate
         gold = -30 + hard.normal(0, 5, items) + own.normal(0, 0.1, items) + nats
         samples = [{"acc": float(r), "filtered_resps": [(g, False)], "target": 0} | ({} if task == OPEN else {"acc_norm": float(r)}) for r, g in zip(right, gold)]
-        found["tasks"][task], found["answers"][task] = summary(samples, chance)
+        found["tasks"][task], found["answers"][task] = summary(samples, chance, task)
         found["tasks"][task] |= {"fingerprint": f"{i:012x}", "requests": 4 * items, "cut": items // 10, "seconds": 1.0}
         found["harness"][task] = {"items": 50, "largest_difference": 2e-5, "judged_otherwise": 0, "apart": 0, "ties": 0}
         found["left_out"][task] = 1 if task == "piqa" else 0

@@ -194,6 +194,22 @@ def test_co_adaptation_is_told_whichever_way_it_falls(means, words):
     assert alone.endswith("at h = 1 (a single seed, exploratory): untested.")
 
 
+def test_what_the_model_did_for_its_head_is_joint_minus_isolated_of_the_same_seeds():
+    """By hand: seed 1 has no isolated run, so that it does not count."""
+    gap = {"n": 2, "ci95": [0.0, 0.1], "mean": 0.05}
+    gaps = [gap | {"treatment": "joint 0.1", "horizon": h, "seeds": [0, 1], "per_seed": [0.03 * h, 0.9]} for h in (1, 2)]
+    gaps += [gap | {"treatment": "isolated 0.1", "horizon": h, "seeds": [0], "per_seed": [0.01]} for h in (1, 2)]
+    found = boundary.for_its_head(gaps, "joint 0.1", "isolated 0.1")
+    assert [(e["horizon"], e["mean"], e["seeds"], e["ci95"], e["family"]) for e in found] == [(1, pytest.approx(0.02), [0], None, "exploratory"), (2, pytest.approx(0.05), [0], None, "exploratory")]
+    assert boundary.say_for_its_head(found) == ["In the arm joint 0.1, what the model did for its head alone, this difference minus that in the arm isolated 0.1 of the same seed, "
+                                                "is +2.0 points at h = 1, +5.0 points at h = 2 (a single seed, exploratory): untested."]  # fmt: skip
+    both = [e | {"seeds": [0, 1, 2], "per_seed": [0.051, 0.05, 0.049] if e["treatment"] == "joint 0.1" else [0.01, 0.01, 0.01]} for e in gaps]
+    (told,) = boundary.say_for_its_head(boundary.for_its_head(both, "joint 0.1", "isolated 0.1"))
+    assert "+4.00 points [+3.75, +4.25] at h = 1" in told and told.endswith("(3 seeds): more at h = 1, 2.")
+    for nothing in (gaps[:2], [gaps[0] | {"seeds": [1], "per_seed": [0.9]}, gaps[2]]):   # no isolated arm; no seed in common
+        assert boundary.say_for_its_head(boundary.for_its_head(nothing, "joint 0.1", "isolated 0.1")) == []
+
+
 def test_effects_of_a_part_are_against_its_own_baseline(without):
     rows, effects = without["13_olmoe_dose"]["arms"], without["13_olmoe_dose"]["effects"]
     for e in effects:
@@ -208,6 +224,9 @@ def test_drift_and_the_heads_gap_are_in_the_results(without):
     gaps = {(e["treatment"], e["horizon"]): e for e in found["effects"] if "head trained along" in e["name"]}
     assert gaps["joint 0.1", 1]["mean"] == pytest.approx(HEADS, abs=0.003) and gaps["joint 0.1", 1]["n"] == 3
     assert gaps["isolated 0.1", 1]["mean"] == pytest.approx(0.0, abs=0.004) and gaps["isolated 0.1", 1]["ci95"] is None
+    (alone,) = [sentence for sentence in found["findings"] if "what the model did for its head alone" in sentence]
+    by_hand = [gaps["joint 0.1", h]["per_seed"][0] - gaps["isolated 0.1", h]["per_seed"][0] for h in (1, 2, 4)]
+    assert f"is {100 * by_hand[0]:+z.1f} points at h = 1, {100 * by_hand[1]:+z.1f} points at h = 2, {100 * by_hand[2]:+z.1f} points at h = 4 (a single seed, exploratory): untested." in alone
     kept = next(e for e in found["effects"] if e["name"] == "baseline - stock model, experts kept")
     loss = next(e for e in found["effects"] if e["name"] == "baseline - stock model, validation loss")
     assert kept["mean"] == pytest.approx(-0.1, abs=0.02) and kept["n"] == 3 and loss["mean"] < 0

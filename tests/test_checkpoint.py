@@ -13,6 +13,7 @@ from tiny_models import TINY, lively, their_model, tokens_of
 import predmoe.checkpoint
 from predmoe.checkpoint import from_olmoe, load_checkpoint, model_config, olmoe_config, save_checkpoint, to_olmoe
 from predmoe.config import ConfigError, ModelConfig
+from predmoe.engine.export import Checkpoint
 from predmoe.tokenizer import load_tokenizer
 
 # B batch, T time, N = B*T tokens, D model width, F expert width, E experts, K chosen, L layers, V vocabulary
@@ -214,6 +215,31 @@ def test_a_missing_tensor_is_named(checkpoint):
     del state["model.layers.1.mlp.experts.5.up_proj.weight"]
     save_file(state, checkpoint / "model.safetensors")
     refused(checkpoint, "model.layers.1.mlp.experts.5.up_proj.weight")
+
+
+def test_integers_without_their_scales_are_no_weights(checkpoint):
+    state = load_file(checkpoint / "model.safetensors")
+    save_file(state | {name: state[name].to(torch.int8) for name in ("lm_head.weight", "model.norm.weight")}, checkpoint / "model.safetensors")
+    refused(checkpoint, "the checkpoint stores lm_head.weight and 1 more entry as I8: quantised weights cannot be read, only F64, F32, BF16, F16")
+    with pytest.raises(ConfigError, match="stores lm_head.weight and 1 more entry as I8"):
+        Checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("more, words", [
+    (["zeta"], "the checkpoint has zeta, which a model of 2 layers and 8 experts has not"),
+    (["zeta", "model.layers.2.mlp.gate.weight"], "the checkpoint has model.layers.2.mlp.gate.weight and 1 more entry, which"),
+    (["b", "a", "c", "model.rotary_emb.inv_freq"], "the checkpoint has a and 2 more entries, which"),
+])  # fmt: skip
+def test_surplus_weights_are_named_and_counted(checkpoint, more, words):
+    save_file(load_file(checkpoint / "model.safetensors") | {name: torch.ones(1) for name in more}, checkpoint / "model.safetensors")
+    refused(checkpoint, words)
+
+
+def test_rotary_frequencies_of_an_old_checkpoint_are_passed_over_as_in_transformers(checkpoint):
+    state = load_file(checkpoint / "model.safetensors")
+    save_file(state | {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(2)}, checkpoint / "model.safetensors")
+    again = to_olmoe(load_checkpoint(checkpoint).state_dict(), load_checkpoint(checkpoint).config)
+    assert again.keys() == state.keys() and all(torch.equal(again[name], tensor) for name, tensor in state.items())
 
 
 @pytest.mark.parametrize(

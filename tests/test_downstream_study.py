@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import nbformat
 import numpy as np
@@ -11,7 +12,7 @@ from eval_files import write
 from fake_downstream import downstream, drawn, row
 from fake_measurements import finished
 from figures import cut_off
-from tiny_runs import POSTHOC, clone, tiny
+from tiny_runs import POSTHOC, clone, stored, tiny
 
 from predmoe import downstream_study, downstream_tasks, execute, experiments, headline, measure_downstream, paths, plots_downstream, results, runs, stats
 from predmoe.config import EVAL_TASKS, ConfigError, DownstreamConfig, stable_hash
@@ -36,11 +37,11 @@ def test_items_come_back_as_they_were_packed():
 
 def test_means_and_standard_errors_by_hand():
     samples = [{"acc": a, "acc_norm": 1.0, "target": "1", "filtered_resps": [(-9.0, False), (g, False)]} for a, g in ((1.0, -1.0), (0.0, -2.0), (0.0, -3.0), (1.0, -6.0))]
-    found, packed = summary(samples, 0.5)
+    found, packed = summary(samples, 0.5, "piqa")
     assert (found["items"], found["accuracy"], found["accuracy_norm"], found["gold"], found["chance"]) == (4, 0.5, 1.0, -3.0, 0.5)
     assert found["accuracy_se"] == pytest.approx(np.sqrt(1 / 3) / 2) and found["accuracy_norm_se"] == 0.0 and unpack_numbers(packed["gold"]).tolist() == [-1, -2, -3, -6]
-    with pytest.raises(ConfigError, match="item 1 is not finite"):
-        summary([samples[0], samples[1] | {"filtered_resps": [(0.0, False), (float("nan"), False)]}], 0.5)
+    with pytest.raises(ConfigError, match="^piqa: the log-likelihood of item 1 is nan: the model.s weights are damaged"):
+        summary([samples[0], samples[1] | {"filtered_resps": [(0.0, False), (float("nan"), False)]}], 0.5, "piqa")
 
 
 def test_two_classes_are_compared_item_for_item():
@@ -210,6 +211,21 @@ def test_tasks_without_items_are_left_out_and_named(tmp_path, monkeypatch):
     assert nothing.tasks == () and said.startswith("Not run: HellaSwag, ARC easy, ARC challenge, PIQA, OpenBookQA, LAMBADA (PREDMOE_EVAL_DATA names no folder")
     with pytest.raises(ConfigError, match="no task can be run: PREDMOE_EVAL_DATA names no folder"):
         downstream_study.settle(dataclasses.replace(HOW, cloze=0), [], tmp_path)
+
+
+def test_damaged_items_are_told_before_anything_is_trained_but_only_where_they_are_needed(corpus, tmp_path, monkeypatch):
+    folder, run = write(tmp_path / "items"), tiny(corpus)
+    monkeypatch.setenv("PREDMOE_EVAL_DATA", str(folder))
+    (folder / "arc_easy.jsonl").write_text('{"query": "q"}\n')
+    (folder / "piqa.jsonl").unlink()
+    with pytest.raises(ConfigError, match="^arc_easy.jsonl, line 1 lacks the field 'choices'"):
+        downstream_study.settle(HOW, [run], tmp_path)
+    assert downstream_study.settle(dataclasses.replace(HOW, tasks=("hellaswag",)), [run], tmp_path).tasks == ("hellaswag",)
+    for tasks in (EVAL_TASKS, tuple(task for task in EVAL_TASKS if task != "piqa")):   # measured: all that was asked for, and all that was here at the time
+        path = runs.open_run(run, tmp_path / "store").path
+        (path / f"{runs.measurement_name(how := dataclasses.replace(HOW, tasks=tasks))}.json").write_text(stored(type(how)))
+        assert downstream_study.settle(HOW, [run], path.parent).tasks == tasks
+        shutil.rmtree(path)
 
 
 def test_a_measurement_under_a_wrong_name_is_refused(corpus, tmp_path):

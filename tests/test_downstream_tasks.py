@@ -64,6 +64,18 @@ def test_a_compressed_file_reads_the_same(files):
     assert read("hellaswag") == before
 
 
+@pytest.mark.parametrize("task", EVAL_TASKS)
+def test_line_ends_of_another_system_and_a_byte_order_mark_change_nothing(files, task):
+    source = files / BENCHMARKS[task].file
+    before, raw = read(task), source.read_bytes()
+    for changed in (raw.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + raw, b"\xef\xbb\xbf" + raw.replace(b"\n", b"\r\n"), raw.rstrip(b"\n")):
+        source.write_bytes(changed)
+        assert read(task) == before
+    source.write_bytes(raw.decode().encode("utf-16"))
+    with pytest.raises(ConfigError, match=f"^{source.name} cannot be read as UTF-8 text: "):
+        read(task)
+
+
 def test_what_is_not_there_is_named_with_what_to_do(files, monkeypatch):
     assert missing(EVAL_TASKS) == {}
     (files / "piqa.jsonl").unlink()

@@ -20,7 +20,7 @@ from predmoe.config import ConfigError, DataConfig, PosthocConfig
 from predmoe.hf import Backbone, NextGate
 from predmoe.hf_models import load, tokenizer_of
 from predmoe.hf_record import load_heads, record_texts
-from predmoe.model import MoEModel
+from predmoe.model import MoEModel, Output
 from predmoe.posthoc import capture, dev_hit, fit, measure
 from predmoe.predictor import membership, predicted_top_k
 from predmoe.probe import ProbeConfig, probe, table
@@ -229,12 +229,12 @@ def told(capsys, *arguments):
 
 
 def test_recording_by_command(folder, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("the disk of the cache")
+    (tmp_path / "a.txt").write_text("\ufeffthe disk of the cache")   # with the mark that some editors set before a text
     out = tmp_path / "t.trace.safetensors"
     code, said, _ = told(capsys, "trace", "record", "--model", folder, "--text", "the cache reads the disk", "--text-file", tmp_path / "a.txt", "--prompt", 2, "--horizon", 1, "--out", out)
     assert code == 0 and "10 tokens in 2 sequences, 3 MoE layers x 8 experts, top-2" in said
     trace = traces.load(out)
-    assert trace.meta.layers == (1, 2, 3) and trace.meta.model == "tiny" and trace.token_ids[:5].tolist() == [3, 4, 5, 3, 6] and trace.meta.shared_experts == 1
+    assert trace.meta.layers == (1, 2, 3) and trace.meta.model == "tiny" and trace.token_ids.tolist() == [3, 4, 5, 3, 6, 3, 6, 7, 3, 4] and trace.meta.shared_experts == 1
     assert trace.predictors == {"next_router": (1,)}
 
 
@@ -259,12 +259,12 @@ def test_probing_by_command(folder, tmp_path, capsys, monkeypatch):
     assert [line[0] for line in shown] == ["2", "3", "all", "3", "all"]
     assert [float(line[1]) for line in shown[:2]] == pytest.approx(result["hit_per_layer"]["linear"]["1"], abs=1e-4)
     assert (tmp_path / "heads" / "ranking.safetensors").is_file()
-    shutil.copytree(folder, tmp_path / "nan")   # its routing is whole, its loss is not
+    shutil.copytree(folder, tmp_path / "nan")   # its routing is whole
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * float("nan")}, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
     asked[2], asked[-3], asked[-1] = tmp_path / "nan", tmp_path / "nan.json", tmp_path / "nan_heads"
     code, said, errors = told(capsys, *asked)
-    assert (code, said) == (2, "") and errors.splitlines()[-1] == f"predmoe: {tmp_path / 'nan'}: the loss of held-out text is nan: the model's weights are damaged, or overflow in this --dtype"
+    assert (code, said) == (2, "") and errors == f"predmoe: {tmp_path / 'nan'}: the weight lm_head.weight is not finite in float32 (NaN or infinite numbers): the checkpoint is damaged, or its numbers are too large for that dtype\n"
     assert not (tmp_path / "nan.json").exists() and not (tmp_path / "nan_heads").exists()
 
 
@@ -346,6 +346,7 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (record("--model", folder, "--text", "the", long, *out), f"text 2 has {CONTEXT + 1} tokens, the model's context takes {CONTEXT}"),
         (record("--model", folder, "--text", "the", "", *out), "text 2 is empty"),
         (record("--model", folder, "--text-file", tmp_path / "bytes.txt", *out), "bytes.txt is not UTF-8 text"),
+        (record("--model", folder, "--text", "the", "a \udcff", *out), "text 2 is not UTF-8 text: character 3 is '\\udcff', half of a surrogate pair or a byte that cannot be read"),
         (record("--model", folder, "--text-file", tmp_path / "nothing.txt", *out), "nothing.txt: No such file"),
         (record("--model", folder, *out), "--model needs text to record"),
         (record("--model", folder, "--text", "the"), "--model needs --out"),
@@ -353,11 +354,13 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (record("--text", "the"), "--text can only go with --model"),
         (record("--model", folder, "--text", "the", "--seed", "0", "--temperature", "0", *out), "--seed, --temperature cannot go with --model"),
         (record("--model", folder, "--text", "the disk", "--horizon", "3", *out), "horizon 3 is beyond the last layer"),
+        (record("--model", folder, "--text", "the disk", "--horizon", "0", *out), "horizon 0 is no number of layers ahead: a model of 3 layers can be asked at 1..2"),
         (record("--model", folder, "--text", "the disk", "--dtype", "int3", *out), "dtype='int3' is unknown"),
         (["probe", "--model", folder, "--horizon", "3"], "horizon 3 is beyond the last layer: a model of 3 MoE layers"),
         (["probe", "--model", folder, "--context", "64"], f"context=64 exceeds the model's, which is {CONTEXT} tokens"),
         (["probe", "--model", folder, "--tokenizer", "bpe8k"], "the tokenizer bpe8k has 8,192 ids"),
         (["probe", "--model", folder, "--memory-mb", "0.1"], "a budget of 0.1 MB does not hold one batch"),
+        (["probe", "--model", folder, "--batch-tokens", "1000000"], "a budget of 4,000 MB does not hold one batch (1000000 tokens)"),
         (["probe", "--model", folder, "--max-steps", "0"], "max_steps=0 must be at least 1"),
         (["probe", "--model", folder, "--json", tmp_path / "no" / "x.json"], "no such folder to write x.json in"),
     ]
@@ -387,6 +390,17 @@ def test_a_probe_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(ConfigError) as error:
         ProbeConfig(**changes)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_told_before_the_fits(ours, monkeypatch, loss):
+    """Finite weights may overflow where they are multiplied."""
+    run, _, folder, cache = ours
+    backbone = load(str(folder), dtype="float32")
+    monkeypatch.setattr(Backbone, "__call__", lambda *_: Output(torch.tensor(loss), None, None, []))
+    monkeypatch.setattr("predmoe.probe.capture", lambda *_, **__: pytest.fail("it goes on"))
+    with pytest.raises(ConfigError, match=f"^ours: the loss of held-out text is {loss}: the model's weights are damaged, or overflow in this --dtype$"):
+        probe(backbone, load_tokenizer("bpe8k"), probe_config(run), name="ours", cache=cache)
 
 
 def test_a_model_of_one_gated_layer_has_nothing_ahead():

@@ -14,7 +14,7 @@ import torch
 from tiny_runs import POSTHOC, clone, finished, folder_of, lines, results, stored, tiny
 
 from predmoe import paths, runs, worker
-from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PosthocConfig, PredictorConfig
+from predmoe.config import PREDICTORS, ConfigError, LocalityConfig, PredictorConfig
 from predmoe.posthoc import heads_file, load_heads
 from predmoe.runs import RunFailed, get_or_fit, get_or_measure, get_or_train, open_run, posthoc_name
 from predmoe.train import Trainer, TrainingError
@@ -339,16 +339,6 @@ def test_a_damaged_measurement_is_a_sentence_that_names_it(corpus, tmp_path, no_
     source.write_text(text)
     with pytest.raises(ConfigError, match=f"^{source} is damaged .*; restore it from a copy, or remove it to measure the run again$"):
         get_or_measure([tiny(corpus)], POSTHOC, profile="none", locality=LocalityConfig(), store=tmp_path)
-
-
-def test_a_measurement_without_a_predictor_or_its_text_is_damaged(tmp_path):
-    whole, file = {"hit": {"linear": {}, "ranking": {}}, "converged": {"linear": True, "ranking": True}, "documents": {"tokens": []}}, tmp_path / "posthoc-1.json"
-    file.write_text(stored(**whole))
-    assert runs.read_measurement(file, PosthocConfig)["converged"] == whole["converged"]
-    for entry, lost in (("hit", "linear"), ("hit", "ranking"), ("converged", "ranking"), ("documents", "tokens")):
-        file.write_text(stored(**whole | {entry: {name: value for name, value in whole[entry].items() if name != lost}}))
-        with pytest.raises(ConfigError, match=f"^{file} is damaged .{entry} lacks {lost}.; restore it from a copy, or remove it to measure the run again$"):
-            runs.read_measurement(file, PosthocConfig)
 
 
 @pytest.mark.parametrize("name", ["timing.json", "provenance.json", "config.json", "metrics.jsonl"])

@@ -328,3 +328,20 @@ def test_a_notebook_that_fits_twice_asks_for_the_other_loss_and_its_plan_has_bot
         first, second = studies.first_fit(parameters), studies.second_fit(parameters)
         assert {first.ranking_loss, second.ranking_loss} == set(RANKING_LOSSES) and dataclasses.replace(second, ranking_loss=first.ranking_loss) == first
         assert all({item.posthoc, *item.further} == {first, second} for item in plan.plan("smoke", [name], store=tmp_path))
+
+
+@pytest.mark.parametrize("name", ["10_olmoe_lora", "13_olmoe_dose"])
+def test_two_losses_asked_of_one_fit_are_refused_and_the_same_twice_is_not(name):
+    parameters = execute.inspect(paths.NOTEBOOKS / f"{name}.ipynb")
+    with pytest.raises(config.ConfigError, match="^posthoc: ranking_loss='margin' contradicts the parameter ranking_loss='margin_all': set ranking_loss alone, and leave it out of posthoc$"):
+        studies.first_fit(parameters | {"ranking_loss": "margin_all", "posthoc": {"ranking_loss": "margin"}})
+    for loss in RANKING_LOSSES:
+        twice, once = (studies.first_fit(parameters | {"ranking_loss": loss, "posthoc": posthoc}) for posthoc in ({"ranking_loss": loss, "patience": 2}, {"patience": 2}))
+        assert twice == once and (once.ranking_loss, once.patience) == (loss, 2)
+
+
+def test_a_notebook_without_the_parameter_takes_the_loss_from_its_fit():
+    parameters = execute.inspect(paths.NOTEBOOKS / "06_seeds.ipynb")
+    assert studies.first_fit(parameters | {"posthoc": {"ranking_loss": "margin_all"}}).ranking_loss == "margin_all"
+    with pytest.raises(config.ConfigError, match="ranking_loss='hinge' is unknown"):
+        studies.first_fit(parameters | {"posthoc": {"ranking_loss": "hinge"}})

@@ -8,7 +8,8 @@ from pathlib import Path
 from predmoe import worker
 from predmoe.config import PosthocConfig, RunConfig, build, to_dict
 from predmoe.files import write_json
-from predmoe.runs import MEASURED, WITHIN, Measurement
+from predmoe.measured import FINETUNED, MEASURED
+from predmoe.runs import Measurement
 
 WORDS = "the of and expert router token layer disk cache reads before after predicts nothing else in time".split()
 JOINT = {"lambda_pred": 0.3, "ramp_start": 0.1, "ramp_end": 0.5}
@@ -74,5 +75,12 @@ def clone(store: Path, to: Path) -> Path:
 
 def stored(kind: type[Measurement] = PosthocConfig, **more) -> str:
     """A measurement's file as JSON: all that is read of it is there, empty but for what is given."""
-    empty = {name: (types[0] if isinstance(types, tuple) else types)() for name, types in MEASURED[kind].items()}
-    return json.dumps(empty | {entry: dict.fromkeys(names) for entry, names in WITHIN.get(kind, {}).items()} | more)
+    tuned = FINETUNED if kind is PosthocConfig and more.get("config", {}).get("finetune") else {}
+    return json.dumps(empty(MEASURED[kind] | tuned) | more)
+
+
+def empty(needed):
+    """The least that is as `needed`, of the form of `MEASURED`."""
+    if isinstance(needed, dict):
+        return {name: empty(held) for name, held in needed.items() if name is not ...}
+    return [] if isinstance(needed, list) else (needed[0] if isinstance(needed, tuple) else needed)()

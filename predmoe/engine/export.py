@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..config import PREDICTORS, TOKENIZERS, ConfigError, ModelConfig
 from ..files import parse_json
-from ..checkpoint import COPY_AGAIN, check_entries, dense_entries, dense_shapes, expert_entries, find_checkpoint
+from ..checkpoint import COPY_AGAIN, check_entries, check_floating, dense_entries, dense_shapes, expert_entries, find_checkpoint, headers
 from ..model import MoEModel, count_parameters
 from .layout import ALIGNMENT, DTYPES, EXPERTS, HEADS, RESIDENT, TOKENIZER, Block, Manifest, crc32_of, head_shapes, other_files
 
@@ -52,16 +52,15 @@ class Checkpoint:
     def __init__(self, folder: str | Path):
         self.config, files = find_checkpoint(folder)
         self._place: dict[str, Path] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in files:
-            try:
-                with safe_open(file, "pt") as opened:
-                    self._place |= dict.fromkeys(opened.keys(), file)
-                    shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
-            except SafetensorError as error:
-                raise ConfigError(f"{file} is damaged: {error}; {COPY_AGAIN}") from None
+            held = headers(file)
+            self._place |= dict.fromkeys(held, file)
+            found |= held
+        shapes = {name: shape for name, (shape, _) in found.items()}
         try:
             check_entries(shapes, self.config, shapes)
+            check_floating({name: dtype for name, (_, dtype) in found.items()})
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
 

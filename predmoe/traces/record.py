@@ -109,7 +109,7 @@ def _checked(model: MoEModel, scorers: Mapping[str, Scorer], horizons: Iterable[
     horizons = tuple(horizons)
     for h in horizons:
         if not 1 <= h < L:
-            raise TraceError(f"horizon {h} is beyond the last layer: a model of {L} layers can be asked at 1..{L - 1}")
+            raise TraceError(f"horizon {h} is {'beyond the last layer' if h >= L else 'no number of layers ahead'}: a model of {L} layers can be asked at 1..{L - 1}")
         for name, scorer in scorers.items():
             if isinstance(scorer, Heads) and h not in scorer.predictor.config.horizons:
                 raise TraceError(f"{name} has no heads for horizon {h}; it has {', '.join(map(str, scorer.predictor.config.horizons))}")
