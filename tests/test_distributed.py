@@ -1,5 +1,6 @@
 """Several processes for one run: they train what one process trains, and any number goes on from what another has written."""
 
+import contextlib
 import json
 import os
 import resource
@@ -347,6 +348,13 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match="process 2 of this machine has no GPU of its own, as there are 2: start at most 2"), distributed.team("cuda"):
         pass
+
+
+@pytest.mark.parametrize("own, said", [([4] * 8, ""), ([2, 2], ""), ([1, 1, 1], ""), ([4, 4, 4, 4, 2, 2], "of 6 processes a node has 2 or 4"),
+                                       ([4, 4, 4, 4, 2, 2, 2, 2], "of 8 processes a node has 2 or 4"), ([4, 4, 4], "of 3 processes a node has 4")])  # fmt: skip
+def test_nodes_of_unlike_size_cannot_hold_a_copy_each(own, said):
+    with pytest.raises(ConfigError, match=f"^hsdp: every node holds a copy, .*{said}: start equally many on each node, or take fsdp$") if said else contextlib.nullcontext():
+        distributed.check_nodes(own)
 
 
 def test_provenance_says_how_many_processes_and_nothing_where_it_was_one(corpus, tmp_path):
