@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--profile", default="cpu", help="smoke, or a name that params/*/NAME.yaml has (default: cpu)")
     command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number")
     command.add_argument("--train", "--run", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
-    command.add_argument("--parallel", type=int, default=2, help="runs side by side (default: 2)")
+    command.add_argument("--parallel", type=int, help="runs side by side (default: 2; a worker has one)")
     command.add_argument("--worker", action="store_true", help="with --run: claim one run after the other from a store that other machines work on too ($PREDMOE_STORE)")
     command.add_argument("--nproc", type=int, default=1, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
     command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), default="ddp", help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
@@ -192,15 +192,20 @@ def _report(options) -> int:
 def _plan(options) -> int:
     from . import fleet, plan, runs
 
-    if options.parallel < 1:
+    if options.parallel is not None and options.parallel < 1:
         raise ConfigError(f"--parallel {options.parallel}: at least one run goes at a time")
     if options.nproc < 1:
         raise ConfigError(f"--nproc {options.nproc}: a run needs at least one process")
     if options.worker and not options.train:
         raise ConfigError("--worker works runs off: write --run --worker")
+    if not options.worker and (options.nproc > 1 or options.engine != "ddp"):
+        raise ConfigError("--nproc and --engine are a worker's: write --run --worker, or leave them out (each run then has one process)")
+    if options.worker and options.parallel is not None:
+        raise ConfigError(f"--parallel {options.parallel}: a worker has one run at a time; leave it out, and start as many workers as runs should go side by side")
+    parallel = options.parallel or (1 if options.worker else 2)
     items = plan.plan(options.profile, options.only)
     only = f" --only {' '.join(options.only)}" if options.only else ""
-    print(plan.tell(items, options.parallel, "" if options.train else f"predmoe plan --profile {options.profile}{only} --parallel {options.parallel} --train"))
+    print(plan.tell(items, parallel, "" if options.train else f"predmoe plan --profile {options.profile}{only} --parallel {parallel} --train"))
     report = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     if options.train:
         try:
@@ -208,7 +213,7 @@ def _plan(options) -> int:
                 done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=options.nproc, engine=options.engine)
                 report(f"this worker did {done} runs; nothing is left")
             else:
-                plan.train(items, options.profile, parallel=options.parallel, report=report)
+                plan.train(items, options.profile, parallel=parallel, report=report)
         except runs.RunFailed as error:
             return _say(str(error), 1)
     return 0
@@ -223,6 +228,8 @@ def _train(options) -> int:
 
     profile = {"a": "tier_a", "b": "tier_b"}.get(options.tier, options.tier)
     several = {} if options.nproc == 1 else {"nproc": options.nproc, "engine": options.engine}
+    if options.nproc == 1 and options.engine != "ddp":
+        print(f"predmoe: note: one process has the whole model, whatever --engine says: {options.engine} is for --nproc 2 or more", file=sys.stderr)
     try:
         run = runs.get_or_train(run_config, store=options.store or runs.default_store(profile), report=lambda line: print(line, file=sys.stderr), **several)
     except runs.RunFailed as error:

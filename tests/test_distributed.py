@@ -378,9 +378,11 @@ def test_a_paused_run_goes_on_to_the_same_bits(corpus, tmp_path):
     assert results(folder) == results(whole)
 
 
-def test_the_command_passes_on_how_many_processes(monkeypatch, tmp_path):
+def test_the_command_passes_on_how_many_processes(monkeypatch, tmp_path, capsys):
     seen = []
     monkeypatch.setattr(runs, "get_or_train", lambda run, *, store, report, **several: seen.append(several) or SimpleNamespace(path=tmp_path))
     assert cli.main(["train", "--store", str(tmp_path)]) == 0
     assert cli.main(["train", "--store", str(tmp_path), "--nproc", "4", "--engine", "hsdp"]) == 0
-    assert seen == [{}, {"nproc": 4, "engine": "hsdp"}]
+    assert seen == [{}, {"nproc": 4, "engine": "hsdp"}] and not capsys.readouterr().err
+    assert cli.main(["train", "--store", str(tmp_path), "--engine", "fsdp"]) == 0 and seen[-1] == {}
+    assert "note: one process has the whole model, whatever --engine says: fsdp is for --nproc 2 or more" in capsys.readouterr().err
