@@ -252,6 +252,8 @@ def table(cluster: Cluster = Cluster(), *, tokens: float = 100e9, sequences: int
     c = cluster
     full = communication(seven_b(), c, engine="fsdp")["seconds"]
     note = (f"{tokens / 1e9:g}B tokens, {sequences} sequences of {SEVEN_B.context} tokens per GPU and step, {c.gpus} GPUs of {c.peak_flops / 1e12:g} TFLOP/s (bf16) and "
-            f"{c.memory_gb:g} GB, of which a step is assumed to reach {c.share_of_peak:.0%}, {c.network_gb_per_s:g} GB/s of network for each, {c.dollars_per_hour:g} dollars a GPU hour (assumed). "
+            f"{c.memory_gb:g} GB, of which a step is assumed to reach {c.share_of_peak:.0%}, {c.node_gb_per_s:g} GB/s to the others of its node and "
+            f"{c.network_gb_per_s:g} GB/s of network for each, {c.dollars_per_hour:g} dollars a GPU hour (assumed). "
+            "Computing and communication are taken to go on side by side: a step lasts as long as the longer of both. "
             f"Each node holds a copy that its GPUs divide (--engine hsdp); divided over all {c.gpus} GPUs (fsdp), communication alone would take {full:.2f} s a step.")
     return "\n".join(lines) + "\n\n" + note

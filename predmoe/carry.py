@@ -29,19 +29,21 @@ def pack(config: DataConfig, out: Path, *, cache: Path | None = None) -> dict:
 
     Raises ConfigError where it would be larger than LIMIT (take fewer documents), or cannot be written.
     """
+    if out.is_dir():   # before the text is encoded, which takes minutes
+        raise ConfigError(f"{out} is a folder: name the file that the archive is to be, such as {out / 'tokens.tar.xz'}")
     tokens = prepare(config, cache=cache)
     partial = out.with_name(out.name + ".partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _write(tokens, partial)
+        if (size := partial.stat().st_size) > LIMIT:
+            raise ConfigError(f"the tokens of corpus={config.corpus!r} take {size / 1e6:.0f} MB packed, more than {LIMIT / 1e6:.0f}: take fewer documents, as in fineweb-edu:25000")
+        partial.replace(out)
     except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror or error}; name a place that can be written and has room for it") from None
+    finally:   # of an interruption, too
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {out}: {error.strerror or error}; name a place that can be written and has room for it") from None
-    if (size := partial.stat().st_size) > LIMIT:
-        partial.unlink()
-        raise ConfigError(f"the tokens of corpus={config.corpus!r} take {size / 1e6:.0f} MB packed, more than {LIMIT / 1e6:.0f}: take fewer documents, as in fineweb-edu:25000")
-    partial.replace(out)
     return {"tokens": int(tokens.offsets[-1]), "documents": len(tokens.domain), "bytes": size, "hash": tokens.hash}
 
 
@@ -88,6 +90,8 @@ def bring(archive: Path, config: DataConfig) -> Path | None:
 
     Raises ConfigError as `unpack`, and where the archive holds the tokens of another corpus or tokenizer.
     """
+    if not archive.is_file():   # told at once and not on the first machine that needs it
+        raise ConfigError(f"there is no file {archive}: name the archive that scripts/prepare_corpus.py made, or leave --tokens out where its tokens are unpacked")
     with contextlib.suppress(ConfigError):   # GPT-2's vocabulary cannot be had: the archive brings it
         if is_here(config):
             return None

@@ -162,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--profile", default="cpu", help="smoke, or a name that params/*/NAME.yaml has (default: cpu)")
     command.add_argument("--only", nargs="+", default=[], metavar="NB", help="only these notebooks, by name or number: 02_horizons, 02 or 2")
     command.add_argument("--train", "--run", action="store_true", help="train and measure what is missing, in this order; interrupted, the same command goes on")
-    command.add_argument("--parallel", type=int, default=2, help="runs side by side (default: 2)")
+    command.add_argument("--parallel", type=int, help="runs side by side (default: 2; a worker has one)")
     command.add_argument("--worker", action="store_true", help="with --run: claim one run after the other from a store that other machines work on too ($PREDMOE_STORE)")
     command.add_argument("--nproc", type=int, help="with --worker: processes for each run, on GPUs one per GPU (default: 1)")
     command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
@@ -224,16 +224,19 @@ def _report(options) -> int:
 def _plan(options) -> int:
     from . import fleet, plan, runs
 
-    if options.parallel < 1:
+    if options.parallel is not None and options.parallel < 1:
         raise ConfigError(f"--parallel {options.parallel}: at least one run goes at a time")
     nproc = _nproc(options)
     if options.worker and not options.train:
         raise ConfigError("--worker works runs off: write --run --worker")
-    if not options.worker:
+    if options.worker:
+        kinds.unused({"--parallel": options.parallel}, "on a worker, which has one run at a time: start as many workers as runs should go side by side")
+    else:
         kinds.unused({"--nproc": options.nproc}, "here: give --run --worker, or --parallel for runs side by side")
+    parallel = options.parallel or (1 if options.worker else 2)
     items = plan.plan(options.profile, options.only)
     only = f" --only {' '.join(options.only)}" if options.only else ""
-    print(plan.tell(items, options.parallel, "" if options.train else f"predmoe plan --profile {options.profile}{only} --parallel {options.parallel} --train"))
+    print(plan.tell(items, parallel, "" if options.train else f"predmoe plan --profile {options.profile}{only} --parallel {parallel} --train"))
     report = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     if options.train:
         try:
@@ -241,7 +244,7 @@ def _plan(options) -> int:
                 done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=nproc, engine=options.engine or "ddp")
                 report(f"this worker did {done} runs; nothing is left")
             else:
-                plan.train(items, options.profile, parallel=options.parallel, report=report)
+                plan.train(items, options.profile, parallel=parallel, report=report)
         except runs.RunFailed as error:
             return _say(str(error), 1)
     return 0

@@ -47,6 +47,13 @@ def check(config: RunConfig, size: int, engine: str) -> None:
                           f"choose a number that divides {t.batch_size // t.accumulate}")  # fmt: skip
 
 
+def check_nodes(own: list[int]) -> None:
+    """Raise ConfigError unless a copy on every node comes out even under hsdp. `own`: for each process, how many its node has."""
+    if len(set(own)) > 1 or len(own) % own[0]:
+        counts = " or ".join(map(str, sorted(set(own))))
+        raise ConfigError(f"hsdp: every node holds a copy, in as many parts as the others; of {len(own)} processes a node has {counts}: start equally many on each node, or take fsdp")
+
+
 @dataclass(frozen=True)
 class Team:
     """The processes of a run, and which of them this one is."""
@@ -88,7 +95,12 @@ def team(device: str) -> Iterator[Team]:
         torch.cuda.set_device(own)
     if lacking := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
         raise ConfigError(f"the environment has WORLD_SIZE={world_size()} and no {', '.join(lacking)}: start the processes with torchrun, or unset WORLD_SIZE")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+    except (OSError, RuntimeError, ValueError) as error:   # the port is taken, the host unknown, or somebody is missing at the end of torch's time
+        place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+        raise ConfigError(f"process {os.environ['RANK']} cannot meet the others at {place} (MASTER_ADDR, MASTER_PORT): {_first_words(error)}; "
+                          f"see that all {world_size()} processes are started and that the port is free, or choose another") from error  # fmt: skip
     try:
         yield Team(dist.get_rank(), dist.get_world_size(), device)
     finally:
@@ -100,10 +112,14 @@ def connection_lost(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
+def _first_words(error: BaseException) -> str:
+    """What an error of torch's connections says first, without the line of its source that gloo begins with."""
+    return re.sub(r"^\[\S+\] ", "", (str(error).splitlines() or [type(error).__name__])[0]).split(". ")[0][:120]
+
+
 def lost_sentence(error: BaseException, left: str) -> str:
     """What a process says that has lost the others. `left`: what `children.remains` says of the run."""
-    why = re.sub(r"^\[\S+\] ", "", (str(error).splitlines() or [type(error).__name__])[0]).split(". ")[0][:120]   # gloo begins with a line of its source
-    return (f"another process of this run has ended, or cannot be reached any more ({why}), so this one ends as well; what ended the other stands in "
+    return (f"another process of this run has ended, or cannot be reached any more ({_first_words(error)}), so this one ends as well; what ended the other stands in "
             f"its own node's log; {left}")
 
 
@@ -151,6 +167,7 @@ class DistributedTrainer(Trainer):
 
         kind, size, own = torch.device(self.team.device).type, self.team.size, variables.whole("LOCAL_WORLD_SIZE", self.team.size, least=1)
         if self.engine == "hsdp":
+            check_nodes(self.team.gathered(own))
             mesh = init_device_mesh(kind, (size // own, own), mesh_dim_names=("copies", "parts"))
         else:
             mesh = init_device_mesh(kind, (size,))

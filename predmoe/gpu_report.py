@@ -6,10 +6,12 @@ rewrites report.md and results.json of what there is. What a later call needs li
     OUT/runs/HASH/          the run store: measurements, logs; state.pt of a run that is not finished
     OUT/traces/             a trace per arm and seed, at most 16 MB each
     OUT/throughput.json     measured once per device
+    OUT/settings.json       of what the folder is a report: one of other settings needs another folder
 """
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +21,10 @@ from pathlib import Path
 import torch
 
 from . import carry, config, provenance, recording, runs, studies, traces
+from .config import to_dict
 from .files import read_json, write_json
 
-SPEED = "throughput.json"
+SPEED, SETTINGS = "throughput.json", "settings.json"
 ARMS = {"baseline": {"lambda_pred": 0.0}, "joint": {"lambda_pred": 0.3}}
 TRACE_BYTES = 16_000_000
 LEAST_SECONDS = 45.0     # with less left, nothing new is begun
@@ -50,12 +53,15 @@ def run(out: Path, *, tier: str = "a", seeds: Sequence[int] = (0, 1, 2), minutes
     Raises ConfigError for settings that cannot be used, runs.RunFailed where a child process fails.
     """
     config.positive("minutes", minutes)
+    if len(set(seeds)) < len(seeds):
+        raise config.ConfigError(f"seeds {' '.join(map(str, seeds))}: one is there twice; name each once")
     ending = time.monotonic() + 60 * minutes
     left = lambda: ending - time.monotonic()  # noqa: E731
     out, todo, fit = Path(out), jobs(tier, seeds, changes or {}), studies.posthoc_config(tier, posthoc or {})
     if todo[0].run.train.device.startswith("cuda") and not torch.cuda.is_available():
         raise config.ConfigError(f"no CUDA device here, which tier {tier} is for; on a CPU a small tier shows every stage: predmoe gpu-report --tier smoke --seeds 0 --out {out}")
     out.mkdir(parents=True, exist_ok=True)
+    settle(out, todo[0].run, fit)
     if tokens is not None and (folder := carry.bring(tokens, todo[0].run.data)):   # the machine may be a fresh one in every call
         report(f"tokens: {folder.name}")
     if speed_of(out) is None:
@@ -82,6 +88,25 @@ def run(out: Path, *, tier: str = "a", seeds: Sequence[int] = (0, 1, 2), minutes
     write(out, todo, fit)
     report(f"{len(todo) - missing} of {len(todo)} arms are done; {out / 'report.md'}")
     return missing
+
+
+def settle(out: Path, run: config.RunConfig, fit: config.PosthocConfig) -> None:
+    """Write down of which settings, seeds aside, the folder is a report. Raises ConfigError where it is one of others: its traces and its throughput would be
+    taken for these."""
+    source, mine = out / SETTINGS, {"run": to_dict(dataclasses.replace(run, train=dataclasses.replace(run.train, seed=0))), "posthoc": to_dict(fit)}
+    if not source.exists():
+        return write_json(source, mine)
+    found = read_json(source, {"run": dict, "posthoc": dict}, remedy="remove it where the folder is of the same settings")
+    for part in mine:
+        other, own = _flat(found[part]), _flat(mine[part])
+        if differing := [name for name in own if name in other and other[name] != own[name]]:   # a setting that came later has nothing to be compared with
+            name = differing[0]
+            raise config.ConfigError(f"{out} is a report of other settings ({name}={other[name]!r}, now {own[name]!r}): give the same --tier and --set as before, or name another folder with --out")
+
+
+def _flat(settings: dict, within: str = "") -> dict:
+    return {name: value for key, entry in settings.items()
+            for name, value in (_flat(entry, f"{within}{key}.") if isinstance(entry, dict) else {f"{within}{key}": entry}).items()}  # fmt: skip
 
 
 def speed_of(out: Path) -> dict | None:

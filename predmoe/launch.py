@@ -18,6 +18,7 @@ from predmoe.strict import ConfigError
 
 def main(arguments: list[str] | None = None) -> int:
     """Start the processes and wait; 0 where all ended well, else 2 after one sentence on standard error."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -37,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         elastic_launch(how, sys.executable)("-u", "-m", "predmoe.worker", str(options.folder), *rest)
     except ChildFailedError as error:
         return last_words(sentence(*first(error.failures), left=remains(options.folder)))
+    except SignalException as error:   # its own processes have ended by now
+        return last_words(f"stopped by {error.sigval.name}; {remains(options.folder)}")
     return 0
 
 

@@ -219,7 +219,7 @@ def _work(jobs: list[tuple[Run, list[Measurement]]], *, parallel: int, report, *
                 report(f"[{done}/{len(jobs)}] {label[run.config.hash]}: {'failed' if child.returncode else 'done'}")
             if running and time.monotonic() - told > REPORT_SECONDS:
                 told = time.monotonic()
-                report("; ".join(f"{label[run.config.hash]}: {_last_line(run)}" for run, _ in running.values()))
+                report("; ".join(f"{label[run.config.hash]}: {_last_line(run, begun)}" for run, begun in running.values()))
     finally:
         for child in running:  # an interrupt: the children stop too, and resume from their checkpoints next time
             child.terminate()
@@ -263,13 +263,13 @@ def _why(run: Run, exit_code: int, begun: int) -> str:
         return f"failed: exit code {exit_code} without a word in its log (log: {log}); {children.remains(run.path)}"
     if exit_code < 0:
         by = ", which is also how the kernel ends what needs more memory than there is" if exit_code == -signal.SIGKILL else ""
-        return f"was ended by signal {-exit_code}{by}, after: {_last_line(run)} (log: {log}); {children.remains(run.path)}"
-    return f"failed: {_last_line(run)} (log: {log})"
+        return f"was ended by signal {-exit_code}{by}, after: {_last_line(run, begun)} (log: {log}); {children.remains(run.path)}"
+    return f"failed: {_last_line(run, begun)} (log: {log})"
 
 
-def _last_line(run: Run) -> str:
-    """What a run's child said last, without the mark of a sentence on standard error: who passes it on has its own."""
-    lines = (run.path / "log.txt").read_text(errors="replace").strip().splitlines()
+def _last_line(run: Run, begun: int) -> str:
+    """What a run's child said last, beyond the `begun` bytes that its log had before, without the mark of a sentence on standard error: who passes it on has its own."""
+    lines = (run.path / "log.txt").read_bytes()[begun:].decode(errors="replace").strip().splitlines()
     return lines[-1].removeprefix(children.MARK) if lines else "starting"
 
 

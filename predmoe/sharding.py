@@ -6,15 +6,19 @@ writes it. Tensors go by name, so that it does not matter who held which part wh
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import shutil
+import warnings
+import zipfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from predmoe.config import ConfigError
-from predmoe.files import read_json, write_json
+from predmoe.files import read_json, reason, write_json
 
 POINTER = "state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,7 +66,7 @@ def save(trainer, *, leader: bool) -> None:
     folder, log = trainer.folder, trainer.folder / "metrics.jsonl"
     name = f"state-{trainer.step:08d}"
     try:
-        dcp.save(flat(trainer), checkpoint_id=folder / name, no_dist=not torch.distributed.is_initialized())
+        dcp.save(flat(trainer), storage_writer=_writer(folder / name), no_dist=not torch.distributed.is_initialized())
     except dcp.api.CheckpointException as error:   # no ordinary Exception: it holds those of every process, all of which have ended their part
         if leader:
             shutil.rmtree(folder / name, ignore_errors=True)   # a full disk needs the room
@@ -86,12 +90,60 @@ def load(trainer, sharded: dict) -> None:
 
     source = trainer.folder / sharded["folder"]
     try:
-        dcp.load(flat(trainer), checkpoint_id=source, no_dist=not torch.distributed.is_initialized())
-    except (CheckpointException, OSError, RuntimeError, LookupError, ValueError, EOFError) as error:
-        from predmoe.train import BEGIN_ANEW, TrainingError
+        reader = _reader(source)
+        reader.read_metadata()   # dcp itself would show two tracebacks before it says that there is none
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")   # one process is meant
+            dcp.load(flat(trainer), storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    except (CheckpointException, pickle.UnpicklingError, OSError, RuntimeError, LookupError, ValueError, EOFError, AttributeError, ImportError, TypeError) as error:
+        from predmoe.train import TrainingError
 
-        why = (str(error).strip().splitlines() or [type(error).__name__])[-1][:120]
-        raise TrainingError(f"cannot resume from {source}: it is damaged or of another run ({why}); {BEGIN_ANEW}") from error
+        why = (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
+        raise TrainingError(f"cannot resume from {source}: it is damaged or of another run ({why}); restore it from a copy, or remove {trainer.folder / POINTER} "
+                            "to train the run from its start") from error  # fmt: skip
+
+
+def _writer(folder: Path):
+    """Writes this process's part; of a write that failed it tells what the system said, which torch hides behind positions in a file."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    class Writer(FileSystemWriter):
+        def write_data(self, plan, planner):
+            try:
+                return super().write_data(plan, planner)
+            except (OSError, RuntimeError) as error:
+                raise reason(error)
+
+    return Writer(folder)
+
+
+def _reader(folder: Path):
+    """Reads what this process needs, and its checksums first: torch itself loads flipped bits, and files that are cut off, without a word."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    class Reader(FileSystemReader):
+        def read_data(self, plan, planner):
+            for index in {item.storage_index for item in plan.items}:
+                found = self.storage_data[index]
+                _check_slice(folder / found.relative_path, found.offset, found.length)
+            return super().read_data(plan, planner)
+
+    return Reader(folder)
+
+
+def _check_slice(path: Path, offset: int, length: int) -> None:
+    """Raise ValueError unless these bytes of a part are a tensor as it was written (an archive of torch.save)."""
+    from predmoe.train import check_archive
+
+    with open(path, "rb") as file:
+        file.seek(offset)
+        raw = file.read(length)
+    try:
+        if len(raw) < length:
+            raise zipfile.BadZipFile("it is cut off")
+        check_archive(io.BytesIO(raw))
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path.name}: {error}") from None
 
 
 def spread(trainer, whole: dict) -> None:

@@ -10,6 +10,7 @@ What a run writes into its folder:
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -382,7 +383,7 @@ class Trainer:
         return self.model, self.predictor
 
 
-def check_archive(path: Path) -> None:
+def check_archive(path: Path | io.BytesIO) -> None:
     """Raise BadZipFile where a file of torch.save is not what was written: torch itself loads flipped bits without a word."""
     with zipfile.ZipFile(path) as archive:
         if (broken := archive.testzip()) is not None:

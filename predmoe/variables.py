@@ -54,6 +54,7 @@ def check() -> None:
     if os.environ.get("NUMBA_NUM_THREADS") == "":   # at which numba shows a traceback
         raise ConfigError("the environment variable NUMBA_NUM_THREADS is empty: unset it, or give a whole number")
     threads()
+    whole("MASTER_PORT", most=65535)
     size, local = whole("WORLD_SIZE", least=1), whole("LOCAL_WORLD_SIZE", least=1)
     for name, most, of in (("RANK", size, "WORLD_SIZE"), ("LOCAL_RANK", local, "LOCAL_WORLD_SIZE")):
         own = whole(name)

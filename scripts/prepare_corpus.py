@@ -89,6 +89,9 @@ def main() -> int:
     except ConfigError as error:
         print(f"prepare_corpus: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("prepare_corpus: interrupted; the same command begins anew, and keeps what was fetched and encoded", file=sys.stderr)
+        return 130
     return 0
 
 

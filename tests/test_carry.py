@@ -125,8 +125,9 @@ def test_tokens_are_brought_where_they_are_not_and_only_the_wanted_ones(tmp_path
     wanted = DataConfig(corpus="offline-large", tokenizer="bpe8k")
     with pytest.raises(ConfigError, match=r"tokens.tar.xz holds the tokens of corpus='files:.*' under tokenizer='bpe8k', and wanted are those of 'offline-large' .* add --set data.corpus=files:"):
         carry.bring(archive, wanted)
-    with pytest.raises(ConfigError, match="cannot unpack .*nothing.tar.xz into .*: No such file"):
-        carry.bring(tmp_path / "nothing.tar.xz", wanted)
+    for config in (wanted, config):   # whether or not its tokens are here already
+        with pytest.raises(ConfigError, match="^there is no file .*nothing.tar.xz: name the archive that scripts/prepare_corpus.py made, or leave --tokens out"):
+            carry.bring(tmp_path / "nothing.tar.xz", config)
 
 
 def test_damaged_tokens_in_an_archive_replace_nothing(tmp_path):
@@ -176,6 +177,17 @@ def test_what_is_too_large_or_no_archive_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="^cannot write .*tokens.tar.xz: No space left on device; name a place"):
         carry.pack(config, tmp_path / "tokens.tar.xz", cache=tmp_path / "here")
     assert not list(tmp_path.glob("tokens*"))
+
+    def interrupted(tokens, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(carry, "_write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        carry.pack(config, tmp_path / "tokens.tar.xz", cache=tmp_path / "here")
+    assert not list(tmp_path.glob("tokens*"))
+    with pytest.raises(ConfigError, match="^.*text is a folder: name the file that the archive is to be, such as .*tokens.tar.xz"):
+        carry.pack(config, tmp_path / "text", cache=tmp_path / "here")
     with pytest.raises(ConfigError, match="^cannot unpack .*whole.tar.xz into .*a file: .*; name the archive .* or set PREDMOE_CACHE"):
         carry.unpack(whole, cache=tmp_path / "a file")
     with tarfile.open(tmp_path / "y", "w") as archive:

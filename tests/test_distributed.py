@@ -1,7 +1,9 @@
 """Several processes for one run: they train what one process trains, and any number goes on from what another has written."""
 
+import contextlib
 import json
 import os
+import resource
 import shutil
 from types import SimpleNamespace
 
@@ -223,14 +225,27 @@ def test_what_two_processes_wrote_any_number_goes_on_from(corpus, tmp_path, engi
     assert (copies[0] / "state.pt").exists() and not list(copies[0].glob("state-*")) and sharding.saved(copies[0]) is None
 
 
-def test_a_damaged_part_is_a_sentence_that_names_it(corpus, tmp_path):
+def test_a_damaged_part_is_a_sentence_that_names_it(corpus, tmp_path, capfd):
     config = tiny(corpus)
     folder = folder_of(config, tmp_path / "run")
     together(2, written, config, folder, "fsdp")
-    (part,) = (folder / "state-00000010").glob("__1_0*")
-    part.write_bytes(part.read_bytes()[:100])
-    with pytest.raises(TrainingError, match=r"cannot resume from .*state-00000010: it is damaged or of another run"):
-        Trainer(config, folder).restore()
+    part, head = folder / "state-00000010" / "__1_0.distcp", folder / "state-00000010" / ".metadata"
+    good, described = part.read_bytes(), head.read_bytes()
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 16   # torch loads it without a word
+    for path, text, said in ((part, flipped, "__1_0.distcp: the checksum of .* is not that of its bytes"), (part, good[: len(good) // 2], "__1_0.distcp: it is cut off"),
+                             (part, b"", "it is cut off"), (head, described[:100], "truncated")):
+        path.write_bytes(text)
+        with pytest.raises(TrainingError, match=rf"cannot resume from .*state-00000010: it is damaged or of another run \([^\n]*{said}\); .*or remove {folder / 'state.json'} to train"):
+            Trainer(config, folder).restore()
+        part.write_bytes(good)
+    assert capfd.readouterr().err == ""   # no page of torch's beside the sentence
+    head.write_bytes(described)
+    Trainer(config, folder).restore()
+    for path in (part, head):
+        path.unlink()
+        with pytest.raises(TrainingError, match=f"No such file or directory: .*{path.name}.*or remove"):
+            Trainer(config, folder).restore()
 
 
 def full(team, config, folder):
@@ -264,6 +279,20 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_remains(corpus, tmp_path)
         assert said.endswith("; the last good checkpoint stays; free some space and run again")
     assert [path.name for path in folder.glob("state-*")] == ["state-00000001"]
     assert together(1, resumed, config, folder, "fsdp")[0][0] == 1
+
+
+def test_a_part_that_cannot_be_written_says_what_the_system_said(corpus, tmp_path):
+    """A limit on the size of files in the disk's place: torch's own error is one about positions in an archive."""
+    trainer = Trainer(tiny(corpus), folder_of(tiny(corpus), tmp_path / "run"))
+    trainer.restore()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        with pytest.raises(RuntimeError, match=r"^OSError: \[Errno 27\] File too large$"):
+            sharding.save(trainer, leader=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(trainer.folder.glob("state*"))
 
 
 def sent(team, config, folder):
@@ -321,6 +350,13 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("own, said", [([4] * 8, ""), ([2, 2], ""), ([1, 1, 1], ""), ([4, 4, 4, 4, 2, 2], "of 6 processes a node has 2 or 4"),
+                                       ([4, 4, 4, 4, 2, 2, 2, 2], "of 8 processes a node has 2 or 4"), ([4, 4, 4], "of 3 processes a node has 4")])  # fmt: skip
+def test_nodes_of_unlike_size_cannot_hold_a_copy_each(own, said):
+    with pytest.raises(ConfigError, match=f"^hsdp: every node holds a copy, .*{said}: start equally many on each node, or take fsdp$") if said else contextlib.nullcontext():
+        distributed.check_nodes(own)
+
+
 def test_provenance_says_how_many_processes_and_nothing_where_it_was_one(corpus, tmp_path):
     source = tmp_path / "provenance.json"
     write_json(source, {"commit": "c"})
@@ -342,9 +378,11 @@ def test_a_paused_run_goes_on_to_the_same_bits(corpus, tmp_path):
     assert results(folder) == results(whole)
 
 
-def test_the_command_passes_on_how_many_processes(monkeypatch, tmp_path):
+def test_the_command_passes_on_how_many_processes(monkeypatch, tmp_path, capsys):
     seen = []
     monkeypatch.setattr(runs, "get_or_train", lambda run, *, store, report, **several: seen.append(several) or SimpleNamespace(path=tmp_path))
     assert cli.main(["train", "--store", str(tmp_path)]) == 0
     assert cli.main(["train", "--store", str(tmp_path), "--nproc", "4", "--engine", "hsdp"]) == 0
-    assert seen == [{}, {"nproc": 4, "engine": "hsdp"}]
+    assert seen == [{}, {"nproc": 4, "engine": "hsdp"}] and not capsys.readouterr().err
+    assert cli.main(["train", "--store", str(tmp_path), "--engine", "fsdp"]) == 2 and len(seen) == 2
+    assert "--engine would have no effect on a run of one process" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import refused
 from team import CONTEXT
 from tiny_runs import POSTHOC, finished, results, stored, tiny
 
@@ -171,6 +172,10 @@ def test_the_command_refuses_what_it_cannot_mean(capsys):
     assert "write --run --worker" in capsys.readouterr().err
     assert cli.main(["plan", "--profile", "smoke", "--nproc", "0"]) == 2
     assert "--nproc 0" in capsys.readouterr().err
+    for wrong, said in ((["--run", "--nproc", "2"], "--nproc would have no effect here: give --run --worker"),
+                        (["--engine", "fsdp"], "--engine would have no effect on a run of one process: give --nproc"),
+                        (["--run", "--worker", "--parallel", "2"], "--parallel would have no effect on a worker, which has one run at a time")):
+        refused(capsys, ["plan", "--profile", "smoke", *wrong], said)
 
 
 def test_the_command_works_off_what_is_missing(monkeypatch, tmp_path, capsys):

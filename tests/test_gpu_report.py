@@ -131,6 +131,31 @@ def test_a_damaged_table_of_throughput_is_a_sentence_and_another_device_has_its_
     assert "throughput" in done and json.loads(table.read_text())["provenance"]["hardware"]["gpu"] != "another"
 
 
+def test_a_folder_of_other_settings_is_refused_and_left(corpus, stages, tmp_path):
+    """Its throughput would be taken for that of this model, and its traces, which go by arm and seed, for these runs'."""
+    call, _, done = stages
+    assert call() == 0
+    out = tmp_path / "out"
+    before, keep = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}, lambda line: None
+    done.clear()
+    for settings, said in ((dict(changes=changes(corpus, steps=31), posthoc=POSTHOC), r"train.steps=30, now 31"), (dict(changes=changes(corpus), posthoc=POSTHOC | {"patience": 2}), r"patience=1, now 2")):
+        with pytest.raises(ConfigError, match=rf"{out} is a report of other settings \({said}\): give the same --tier and --set as before, or name another folder with --out"):
+            gpu_report.run(out, tier="smoke", seeds=[0], report=keep, **settings)
+    assert {path: path.read_bytes() for path in before} == before and not done
+    assert gpu_report.run(out, tier="smoke", seeds=[0, 1], changes=changes(corpus), posthoc=POSTHOC, report=keep) == 0   # more seeds are more of the same
+    for text in ("", "[]", "{}"):
+        (out / "settings.json").write_text(text)
+        with pytest.raises(ConfigError, match="settings.json is damaged .* or remove it where the folder is of the same settings"):
+            call()
+
+
+def test_a_seed_that_is_named_twice_is_refused(corpus, tmp_path):
+    """Its arms would stand twice in the results."""
+    with pytest.raises(ConfigError, match="^seeds 0 1 0: one is there twice; name each once$"):
+        gpu_report.run(tmp_path / "out", tier="smoke", seeds=[0, 1, 0], changes=changes(corpus))
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_table_of_throughput_has_every_contender(corpus):
     before = torch.get_num_threads()
     found = throughput.measure(tiny(corpus), rounds=2, steps=2, warmup=1, peak_size=256)

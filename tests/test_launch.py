@@ -15,9 +15,9 @@ import psutil
 import pytest
 import torch.distributed
 from tiny_runs import folder_of, lines, tiny
-from torch.distributed.elastic.multiprocessing.api import ProcessFailure
+from torch.distributed.elastic.multiprocessing.api import ProcessFailure, SignalException
 
-from predmoe import distributed, locking, runs, sharding, worker
+from predmoe import distributed, launch, locking, runs, sharding, worker
 from predmoe.children import remains
 from predmoe.config import ConfigError, to_dict
 from predmoe.files import write_json
@@ -110,6 +110,18 @@ def test_what_a_process_reported_is_told_without_its_traceback(tmp_path, monkeyp
         distributed.report(error)
     failure = ProcessFailure(local_rank=0, pid=os.getpid(), exitcode=2, error_file=str(tmp_path / "error.json"))
     assert sentence(*first({0: failure}), left=KEPT) == f"process 0 ended with exit code 2 (TrainingError: cannot save step 2: No space left on device), so the others were stopped; {KEPT}"
+
+
+def test_a_launcher_that_is_stopped_says_so(tmp_path, monkeypatch, capsys):
+    """As a job is by its scheduler: torch's launcher has ended its processes by then, and raises an error of its own."""
+    def stopped(*_):
+        raise SignalException("Process 7 got signal: 15", sigval=signal.SIGTERM)
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: stopped)
+    monkeypatch.setattr(launch, "work_for_parent", dict)   # which the environment would keep
+    (tmp_path / "state.json").touch()
+    assert launch.main(["--nproc", "2", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"predmoe: stopped by SIGTERM; {KEPT}\n"
 
 
 def nodes(folder, *options):

@@ -1,10 +1,11 @@
 """README.md: its numbers are those of outputs/, and what it points at exists."""
 
 import re
+import shlex
 
 import pytest
 
-from predmoe import paths, readme, results
+from predmoe import cli, config, paths, readme, results
 
 
 def test_the_computed_parts_are_up_to_date():
@@ -33,6 +34,17 @@ def test_it_names_the_notebook_that_decides_a_claim():
     told = re.findall(r"`([a-z-]+)`, which `(\d\d_\w+)`\s+decides", readme.README.read_text())
     decided, specs = {claim["id"]: claim["notebook"] for claim in results.load_claims("cpu")}, {spec["id"]: spec["notebook"] for spec in results.claim_specs()}
     assert told and {name: decided[name] for name, _ in told} == dict(told) and all("06_seeds" in specs[name] for name, _ in told)
+
+
+def test_the_commands_for_many_gpus_are_ones():
+    """Their options exist, and what is behind --set makes a configuration."""
+    text = readme.DOCS.read_text() + readme.README.read_text().partition("### On GPUs")[2].partition("\n## ")[0]
+    given = [command.split("  ")[0] for command in re.findall(r"predmoe (?:train|plan|gpu-report) [^`#\n]*", text)]
+    assert len(given) >= 9
+    for command in given:
+        options = cli._parser().parse_args(shlex.split(command)[1:])
+        if getattr(options, "changes", None):
+            config.tier(options.tier, **cli.sections(options.changes))
 
 
 def test_the_goal_of_the_training_step_is_judged_by_what_was_measured():

@@ -84,6 +84,17 @@ def test_progress_is_told_now_and_then(corpus, tmp_path, stand_in, monkeypatch):
     assert told[0] == "joint 0.3 topk/input, seed 0: step 1/30, loss 9.011" and told[-1] == "[1/1] joint 0.3 topk/input, seed 0: done"
 
 
+def test_what_an_earlier_child_said_is_no_progress(corpus, tmp_path, stand_in, monkeypatch):
+    """Nor what it was doing when a later one was killed: the log goes on from call to call."""
+    monkeypatch.setattr(runs, "REPORT_SECONDS", 0.05)
+    stand_in("sleep 0.3; kill -9 $$")
+    (open_run(tiny(corpus), tmp_path / "store").path / "log.txt").write_text("predmoe: cannot save step 18: No space left on device\n")
+    told = []
+    with pytest.raises(RunFailed, match="ended by signal 9, .*, after: starting "):
+        get_or_train(tiny(corpus), store=tmp_path / "store", report=told.append)
+    assert told[0] == "joint 0.3 topk/input, seed 0: starting"
+
+
 def test_parallel_below_one_is_refused(corpus, tmp_path, no_children):
     with pytest.raises(ConfigError, match="parallel=0 must be at least 1"):
         get_or_measure([tiny(corpus)], POSTHOC, profile="none", store=tmp_path, parallel=0)

@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 
 from predmoe import children, cli, distributed, paths, variables
@@ -15,6 +17,8 @@ from commands import refused
     ("WORLD_SIZE", "two", "WORLD_SIZE='two' must be a whole number from 1"),
     ("RANK", "-1", "RANK='-1' must be a whole number from 0"),
     ("LOCAL_RANK", "nan", "LOCAL_RANK='nan' must be"),
+    ("MASTER_PORT", "http", "MASTER_PORT='http' must be a whole number from 0 to 65535"),
+    ("MASTER_PORT", "65536", "MASTER_PORT='65536' must be"),
     ("PREDMOE_OUTPUTS", "{file}", "names a file: it must name a folder"),
     ("PREDMOE_STORE", "{file}", "PREDMOE_STORE='"),
     ("PREDMOE_CACHE", "~nobody-of-that-name/x", "names a home that is not here"),
@@ -48,6 +52,17 @@ def test_a_rank_beyond_its_team_and_a_team_without_a_meeting_place_are_told(monk
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(ConfigError, match="WORLD_SIZE=2 and no MASTER_ADDR, MASTER_PORT: start the processes with torchrun"), distributed.team("cpu"):
         pass
+
+
+def test_a_port_that_is_taken_is_told(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for name, text in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, text)
+        with pytest.raises(ConfigError, match=f"^process 0 cannot meet the others at 127.0.0.1, port {port} .MASTER_ADDR, MASTER_PORT.: .*; see that all 2 processes"), distributed.team("cpu"):
+            pass
 
 
 def test_a_parent_that_is_no_process_is_told(monkeypatch):
