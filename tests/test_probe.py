@@ -364,6 +364,7 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (["probe", "--model", folder, "--max-steps", "0"], "max_steps=0 must be at least 1"),
         (["probe", "--model", folder, "--json", tmp_path / "no" / "x.json"], "no such folder to write x.json in"),
     ]
+    capsys.readouterr()   # the libraries' bar of what was saved above
     for arguments, message in cases:
         code, _, said = told(capsys, *arguments)
         assert code == 2 and message in said and said.strip().count("\n") == 0, (arguments, said)
