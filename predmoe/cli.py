@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes",
                          help="change the tier, for instance objective.lambda_pred=0.3 train.steps=200 predictor.horizons=[1,2]")  # fmt: skip
     command.add_argument("--store", type=kinds.folder, help="the run store's folder (default: the one of the tier's profile)")
-    command.add_argument("--nproc", type=int, default=1, help="processes that share the run, on GPUs one per GPU (default: 1)")
+    command.add_argument("--nproc", type=int, help="processes that share the run, on GPUs one per GPU (default: 1)")
     command.add_argument("--engine", choices=("ddp", "fsdp", "hsdp"), help="how they share it: each has the whole model, or a part, of all or of its node (default: ddp)")
     command.set_defaults(command=_train, again=GOES_ON)
 
@@ -251,11 +251,12 @@ def _plan(options) -> int:
 
 
 def _nproc(options) -> int:
-    """Processes of a run. Raises ConfigError where there is none, or --engine says how the only one shares it."""
+    """Processes of a run. Raises ConfigError where there is none, or --engine says how they share it and no --nproc how many: with --nproc 1 a run of several
+    goes on by the same command."""
     nproc = 1 if options.nproc is None else options.nproc
     if nproc < 1:
         raise ConfigError(f"--nproc {nproc}: a run needs at least one process")
-    if nproc == 1:
+    if options.nproc is None:
         kinds.unused({"--engine": options.engine}, "on a run of one process: give --nproc")
     return nproc
 

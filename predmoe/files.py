@@ -42,16 +42,22 @@ def _first_not_finite(value, place: str = "") -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a result to a file, a pipe or a device that a person named; a file is replaced whole or not at all (see `replaced_by`), and keeps its permissions.
-    Raises ConfigError where that fails."""
-    place, partial, stream = replaced_by(path), None, _stream_of(path)
+    """Write a result to a file, a pipe or a device that a person named; a file is replaced whole or not at all where its folder lets it be (see `replaced_by`), and
+    keeps its permissions. Raises ConfigError where that fails."""
+    partial = None
     try:
+        place, stream = replaced_by(path), _stream_of(path)
         if place:
             partial = place.with_name(f".{os.getpid()}-{threading.get_ident()}.partial")   # short: `place` may have the longest name that there can be
             partial.write_text(text, encoding="utf-8")
             if place.exists():
                 shutil.copymode(place, partial)
-            partial.replace(place)
+            try:
+                partial.replace(place)
+            except OSError:
+                if not place.exists():
+                    raise
+                path.write_text(text, encoding="utf-8")   # mounted by itself, or somebody else's in a folder such as /tmp: it can be written into alone
         elif stream:
             stream.flush()   # what was printed before comes before
             with open(os.dup(1 if stream is sys.stdout else 2), "w", encoding="utf-8") as file:
@@ -68,9 +74,17 @@ def write_text(path: Path, text: str) -> None:
 
 def replaced_by(path: Path) -> Path | None:
     """The file that `write_text` replaces, or makes: what `path` leads to if it is a link. None where it writes into what is there: a pipe, a device, a file
-    that has no name any more, or what this process prints to (/dev/stdout, say)."""
-    place = path.resolve()
-    return place if _stream_of(path) is None and (place.is_file() or not path.exists()) else None
+    that has no name any more, one that is write-protected or in a folder that takes no new file, or what this process prints to (/dev/stdout, say)."""
+    place = Path(os.path.realpath(path))
+    if _stream_of(path) is not None or place.is_symlink():   # of links that lead in a circle
+        return None
+    if place.is_file():
+        return place if _can_write(place) and _can_write(place.parent) else None
+    return None if path.exists() else place
+
+
+def _can_write(place: Path) -> bool:
+    return os.access(place, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _stream_of(path: Path):

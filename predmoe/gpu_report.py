@@ -91,10 +91,10 @@ def run(out: Path, *, tier: str = "a", seeds: Sequence[int] = (0, 1, 2), minutes
 
 
 def settle(out: Path, run: config.RunConfig, fit: config.PosthocConfig) -> None:
-    """Write down of which settings, seeds aside, the folder is a report. Raises ConfigError where it is one of others: its traces and its throughput would be
-    taken for these."""
+    """Write down of which settings, seeds aside, the folder is a report. Raises ConfigError where it holds results of others: its traces and its throughput would
+    be taken for these."""
     source, mine = out / SETTINGS, {"run": to_dict(dataclasses.replace(run, train=dataclasses.replace(run.train, seed=0))), "posthoc": to_dict(fit)}
-    if not source.exists():
+    if not source.exists() or not any((out / part).exists() for part in (SPEED, "runs", "traces")):
         return write_json(source, mine)
     found = read_json(source, {"run": dict, "posthoc": dict}, remedy="remove it where the folder is of the same settings")
     for part in mine:

@@ -54,8 +54,9 @@ def check() -> None:
     if os.environ.get("NUMBA_NUM_THREADS") == "":   # at which numba shows a traceback
         raise ConfigError("the environment variable NUMBA_NUM_THREADS is empty: unset it, or give a whole number")
     threads()
-    whole("MASTER_PORT", most=65535)
     size, local = whole("WORLD_SIZE", least=1), whole("LOCAL_WORLD_SIZE", least=1)
+    if size is not None and size > 1:   # a cluster may set the port for a purpose of its own: Kubernetes does, of a service named master
+        whole("MASTER_PORT", most=65535)
     for name, most, of in (("RANK", size, "WORLD_SIZE"), ("LOCAL_RANK", local, "LOCAL_WORLD_SIZE")):
         own = whole(name)
         if own is not None and most is not None and own >= most:

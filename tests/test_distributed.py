@@ -383,6 +383,7 @@ def test_the_command_passes_on_how_many_processes(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(runs, "get_or_train", lambda run, *, store, report, **several: seen.append(several) or SimpleNamespace(path=tmp_path))
     assert cli.main(["train", "--store", str(tmp_path)]) == 0
     assert cli.main(["train", "--store", str(tmp_path), "--nproc", "4", "--engine", "hsdp"]) == 0
-    assert seen == [{}, {"nproc": 4, "engine": "hsdp"}] and not capsys.readouterr().err
-    assert cli.main(["train", "--store", str(tmp_path), "--engine", "fsdp"]) == 2 and len(seen) == 2
+    assert cli.main(["train", "--store", str(tmp_path), "--nproc", "1", "--engine", "hsdp"]) == 0   # goes on from what several left
+    assert seen == [{}, {"nproc": 4, "engine": "hsdp"}, {}] and not capsys.readouterr().err
+    assert cli.main(["train", "--store", str(tmp_path), "--engine", "fsdp"]) == 2 and len(seen) == 3
     assert "--engine would have no effect on a run of one process" in capsys.readouterr().err

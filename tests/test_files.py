@@ -3,11 +3,13 @@
 import math
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from predmoe.cli_traces import may_write
 from predmoe.config import ConfigError, DataConfig, ModelConfig, build
 from predmoe.files import parse_json, parse_yaml, read_config, read_json, read_lines, write_json, write_text
 
@@ -66,6 +68,64 @@ def test_a_result_goes_where_a_link_leads(tmp_path):
         assert (tmp_path / link).is_symlink() and (tmp_path / "folder" / target).read_text() == "new"
     write_text(tmp_path / ("x" * 255), "new")   # the longest name that there can be
     assert len(list(tmp_path.iterdir())) == 4 and len(list((tmp_path / "folder").iterdir())) == 2
+
+
+@pytest.fixture
+def ordinary():
+    """A folder of its own to work in as an ordinary user, which a container's root is not: permissions do not count for that."""
+    with tempfile.TemporaryDirectory() as name:   # pytest's own folders are closed to others
+        folder = Path(name)
+        folder.chmod(0o777)
+        for part, mode in (("closed", 0o555), ("sticky", 0o1777), ("open", 0o777)):
+            (folder / part).mkdir()
+            (folder / part / "a").write_text("old")
+            (folder / part / "a").chmod(0o444 if part == "open" else 0o666)
+            (folder / part).chmod(mode)
+        root = os.geteuid() == 0
+        if root:
+            os.seteuid(65534)
+        yield folder
+        if root:
+            os.seteuid(0)
+        (folder / "closed").chmod(0o755)
+
+
+def test_a_file_that_cannot_be_replaced_is_written_into(ordinary):
+    """Of a folder that takes no new file, or of somebody else in one such as /tmp."""
+    for part in ("closed", "sticky"):
+        may_write(ordinary / part / "a")
+        write_text(ordinary / part / "a", "new")
+        assert (ordinary / part / "a").read_text() == "new" and len(list((ordinary / part).iterdir())) == 1
+
+
+def test_a_write_protected_file_is_left(ordinary):
+    path = ordinary / "open" / "a"
+    for write in (may_write, lambda path: write_text(path, "new")):
+        with pytest.raises(ConfigError, match=f"^{path} cannot be written: Permission denied; name a file elsewhere"):
+            write(path)
+    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_is_mounted_by_itself_is_written_into(tmp_path, monkeypatch):
+    def busy(path, target):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "replace", busy)
+    path = tmp_path / "a"
+    path.write_text("old")
+    write_text(path, "new")
+    assert path.read_text() == "new"
+    with pytest.raises(ConfigError, match="b cannot be written: Device or resource busy"):
+        write_text(tmp_path / "b", "new")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_name_that_is_too_long_and_links_in_a_circle_are_sentences(tmp_path):
+    (tmp_path / "a").symlink_to("a")
+    for name, said in (("a", "Too many levels of symbolic links"), ("b" * 300, "File name too long")):
+        with pytest.raises(ConfigError, match=f"^{tmp_path / name} cannot be written: {said}; name a file elsewhere"):
+            write_text(tmp_path / name, "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_result_goes_into_pipes_devices_and_what_is_printed(tmp_path, capfd):

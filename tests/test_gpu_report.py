@@ -149,6 +149,13 @@ def test_a_folder_of_other_settings_is_refused_and_left(corpus, stages, tmp_path
             call()
 
 
+def test_a_folder_in_which_nothing_came_of_the_first_settings_takes_others(corpus, stages, tmp_path):
+    call, _, _ = stages
+    with pytest.raises(ConfigError, match="there is no file"):
+        gpu_report.run(tmp_path / "out", tier="smoke", seeds=[0], changes=changes(corpus, steps=31), posthoc=POSTHOC, tokens=tmp_path / "none")
+    assert call() == 0
+
+
 def test_a_seed_that_is_named_twice_is_refused(corpus, tmp_path):
     """Its arms would stand twice in the results."""
     with pytest.raises(ConfigError, match="^seeds 0 1 0: one is there twice; name each once$"):

@@ -29,6 +29,8 @@ def test_nonsense_in_a_variable_is_one_sentence_before_anything_is_done(house, m
     file = house.root / "file"
     file.write_text("kept")
     before = sorted(house.root.rglob("*"))
+    if name == "MASTER_PORT":
+        monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv(name, text.format(file=file))
     refused(capsys, ["plan", "--profile", "smoke"], said)
     assert sorted(house.root.rglob("*")) == before
@@ -52,6 +54,17 @@ def test_a_rank_beyond_its_team_and_a_team_without_a_meeting_place_are_told(monk
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(ConfigError, match="WORLD_SIZE=2 and no MASTER_ADDR, MASTER_PORT: start the processes with torchrun"), distributed.team("cpu"):
         pass
+
+
+def test_a_port_is_of_no_concern_to_a_single_process(monkeypatch):
+    """Kubernetes sets MASTER_PORT=tcp://... for a service named master."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:80")
+    variables.check()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="MASTER_PORT='tcp://10.0.0.1:80' must be a whole number from 0 to 65535"):
+        variables.check()
 
 
 def test_a_port_that_is_taken_is_told(monkeypatch):
