@@ -49,6 +49,9 @@ def _evaluate(options) -> int:
         print(f"{name:<15} {row['items']:>6} {row['chance']:>7.1%} {told[0]:>16} {told[1]:>16} {told[2]:>20}", flush=True)
     if not found:
         raise ConfigError(f"no task can be run: {'; '.join(f'{name}: {reason}' for name, reason in lacking.items())}")
+    for name, row in found.items():
+        if row["left_out"]:
+            print(f"{name}: {row['left_out']} left out, whose answer is longer than the model's context")
     for name, reason in lacking.items():
         print(f"{name}: not run: {reason}")
     if options.json:

@@ -99,11 +99,11 @@ def missing(tasks: Sequence[str], *, hub: bool = False) -> dict[str, str]:
 def _file(task: str) -> Path:
     where, name = folder(), BENCHMARKS[task].file
     if where is None:   # without its value: what is said here may be published
-        raise Unavailable("PREDMOE_EVAL_DATA names no folder that is there: point it at one that holds the items, or set hub")
+        raise Unavailable("PREDMOE_EVAL_DATA names no folder that is there: point it at one that holds the items, or take them from the hub (`--hub`, in a notebook `hub`)")
     for path in (where / name, where / f"{name}.bz2"):
         if path.is_file():
             return path
-    raise Unavailable(f"the folder of local items has no {name}{' (or .bz2)' if name.endswith('.txt') else ''}: put it there, or set hub")
+    raise Unavailable(f"the folder of local items has no {name}{' (or .bz2)' if name.endswith('.txt') else ''}: put it there, or take them from the hub (`--hub`, in a notebook `hub`)")
 
 
 def read(task: str) -> list[dict]:

@@ -97,7 +97,9 @@ def tell(items: Sequence[Item], parallel: int, command: str = "") -> str:
         return "\n".join([*lines, f"\nAll {len(items)} runs are done."])
     count = {state: sum(item.state == state for item in items) for state in (DONE, *STATES)}
     told = [f"{count[DONE]} of {len(items)} runs are done", *(f"{count[state]} {words}" for state, words in STATES.items() if count[state])]
-    lines.append(f"\n{'; '.join(told)}. About {_hours(left, parallel)} hours are left with {parallel} side by side.")
+    hours = _hours(left, parallel)
+    time = "How many hours are left is unknown" if hours == "unknown" else f"About {hours} hours are left"
+    lines.append(f"\n{'; '.join(told)}. {time} with {parallel} side by side.")
     label = runs.labels([item.run for item in items], besides=["steps"])
     lines += [
         f"  {item.run.hash}  {item.state:<8} {label[item.run.hash]}, {item.run.train.steps} steps"

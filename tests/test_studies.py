@@ -140,7 +140,7 @@ def test_each_run_is_planned_once_and_told_by_every_notebook_that_needs_it(tmp_p
     assert len({item.run.hash for item in items}) == len(items)
     assert items[0].notebooks == ("01_mechanism", "02_horizons", "03_dose") and ("02_horizons",) in [item.notebooks for item in items]
     assert all(item.state == "missing" and item.seconds is None for item in items)
-    assert f"0 of {len(items)} runs are done; {len(items)} not begun (missing). About unknown hours are left" in plan.tell(items, 2)
+    assert f"0 of {len(items)} runs are done; {len(items)} not begun (missing). How many hours are left is unknown" in plan.tell(items, 2)
 
 
 def test_the_last_line_counts_a_run_once_that_several_notebooks_share_and_a_single_notebook_has_none(tmp_path):
