@@ -69,8 +69,11 @@ def add(commands) -> None:
     command.add_argument("--seed", type=int, help="initialisation seed (default: 0)")
     command.add_argument("--set", nargs="+", default=[], action="extend", metavar="SECTION.FIELD=VALUE", dest="changes", help="change the model's configuration, as in `predmoe train`")
     command.add_argument("--generated", action="store_true", help="on the model's own generations")
-    for name, kind in (("per-domain", int), ("tokens", int), ("prompt", int), ("guesses", int), ("temperature", arguments.number(0)), ("generation-seed", int)):
-        command.add_argument(f"--{name}", type=kind, help=f"Recording.{name.removeprefix('generation-').replace('-', '_')}")
+    for name, kind, what in (("per-domain", int, "sequences of each domain of text (default: 2)"), ("tokens", int, "tokens of a sequence, at most the context (default: 96)"),
+                             ("prompt", int, "of them, those of its prefill pass (default: 32)"), ("guesses", int, "experts that each predictor names (default: 2k + 2)"),
+                             ("temperature", arguments.number(0), "at which --generated text is drawn; 0 takes the likeliest token (default: 1)"),
+                             ("generation-seed", int, "of the draws (default: 0)")):   # fmt: skip
+        command.add_argument(f"--{name}", type=kind, help=what)
     command.add_argument("--predictors", nargs="+", help="linear, ranking, next_router, cotrained, token_id, static (default: the first three)")
     command.add_argument("--out", type=arguments.path, help="the trace's file (default: outputs/PROFILE/traces/ARM.trace.safetensors)")
     cli_hf.add_recording(command)

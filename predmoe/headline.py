@@ -117,7 +117,8 @@ def say_size(effects: Sequence[Mapping]) -> str:
     size = f"The gain is {spread} times that of the reference study{where}{sides}." if held else "No gain is established here that could be set against the reference study's."
     ours, theirs = (" / ".join(f"{100 * value:+z.1f}" for value in values) for values in ([e["mean"] for e in common], [known[e["horizon"]] for e in common]))
     inside = [e for e in common if e["ci95"] and e["ci95"][0] <= known[e["horizon"]] <= e["ci95"][1]]
-    holds = f"our interval contains its value at {_at(inside)}" if inside else "none of our intervals contains its value"
+    below = all(e["ci95"] and e["ci95"][1] < known[e["horizon"]] for e in common)
+    holds = f"our interval contains its value at {_at(inside)}" if inside else "each of our intervals lies below its value" if below else "none of our intervals contains its value"
     return (f"In points of hit@k, {ours} here and {theirs} there at h = {' / '.join(str(e['horizon']) for e in common)}"
             f"{f'; {holds}' if common[0]['ci95'] else ''}. {size}")  # fmt: skip
 
@@ -218,7 +219,7 @@ def say_cost(result: Mapping, claim: Mapping, benchmark: Mapping | None, tasks: 
     gate = next(gate for gate in result["gates"] if gate["arm"] == "joint")
     loss, load = gate["val_loss"], gate["load_entropy"]
     plain, joint = (float(np.mean(list(results.values_by_seed(arms, arm, "val_loss").values()))) for arm in ("baseline", "joint"))
-    sure = "" if loss["ci95"] is None else ", by the whole interval" if gate["certain"] else ", by the mean, not by the whole interval"
+    sure = "" if loss["ci95"] is None else " (so does every value of its interval)" if gate["certain"] else " by its mean, but not every value of its interval does"
     (reuse,) = experiments.scalar_effects(arms, "joint", "baseline", {"reuse": "share of k"})
     zero_shot = [e for e in tasks["effects"] if "measure" in e] if tasks else []
     moved = "; ".join(downstream_study.say_side(e) for e in downstream_study.established(zero_shot))

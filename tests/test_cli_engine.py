@@ -55,7 +55,8 @@ def test_generate_streams_the_models_tokens_and_ends_with_one_summary(tmp_path, 
     assert cli.main(command(h.folder, "--max-new-tokens", 40, "--prefetch", "next_router", "--horizon", "1+2", "--json", out, "--record", trace)) == 0
     printed = capsys.readouterr()
     assert [int(word) for word in printed.out.split()] == expected([5, 9, 2, 40, 33, 7], 40)
-    for part in ("I/O ", "tok/s", "p99", "hit rate", "issued =", "peak resident", "the kernel counted"):
+    for part in ("I/O ", "tok/s", "p99", "hit rate", "issued =", "peak resident", "the kernel counted", "(6 cached experts, 4 reads at a time)",
+                 "recorded   what next_router, linear, ranking foretell at every token"):
         assert printed.err.count(part) == 1, printed.err
     summary = json.loads(out.read_text())
     assert summary["tokens"] == 40 and summary["buffer_bytes"] == 10 * BLOCK and summary["read_bytes"] == summary["demand_bytes"] + summary["prefetch_bytes"]
@@ -129,7 +130,7 @@ def test_numbers_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path, 
 
 def test_a_predictor_that_an_export_has_not_is_refused(tmp_path, capsys):
     export(house().root / "checkpoint", tmp_path / "out", dtype="float32")
-    refused(capsys, command(tmp_path / "out", "--prefetch", "ranking"), "the export has no predictor 'ranking'; it has none, next_router, oracle (heads are exported with --heads)")
+    refused(capsys, command(tmp_path / "out", "--prefetch", "ranking"), "the export has no predictor 'ranking'; it has none, next_router, oracle; fitted ones come with a run that a notebook or `predmoe plan --train` has measured, or with --heads")
 
 
 def test_several_prompts_are_one_batch(capsys):

@@ -251,6 +251,8 @@ def test_the_gain_beside_the_reference_s_by_hand():
     effects = [{"horizon": h, "mean": mean, "ci95": ci95, "p_holm": 0.01} for h, mean, ci95 in ((1, 0.0145, [0.01, 0.02]), (4, 0.052, [0.04, 0.06]))]
     assert headline.say_size(effects) == ("In points of hit@k, +1.5 / +5.2 here and +2.9 / +5.2 there at h = 1 / 4; our interval contains its value at h = 4. "
                                           "The gain is 0.5 to 1.0 times that of the reference study.")  # fmt: skip
+    assert "h = 1 / 4; each of our intervals lies below its value. The gain" in headline.say_size([effects[0], effects[1] | {"ci95": [0.04, 0.0519]}])
+    assert "h = 1 / 4; none of our intervals contains its value. The gain" in headline.say_size([effects[0], effects[1] | {"ci95": [0.0525, 0.06]}])
     assert "-0.5 to 1.0 times that of the reference study; at h = 1 it lies on the other side." in headline.say_size([effects[0] | {"mean": -0.0145}, effects[1]])
     assert "The gain is 1.0 times that of the reference study at h = 4, where it is established." in headline.say_size([effects[0] | {"p_holm": 0.2}, effects[1]])
     for nothing in ({"p_holm": 0.2}, {"p_holm": None, "ci95": None}):

@@ -83,6 +83,7 @@ class Engine:
             announce(COMPILING)
         prepare(kernels)
         named = [*([prefetch.source] if prefetch else []), *(record or {})]
+        self.recorded = tuple(record or ())
         check_tensors(folder, self.manifest, heads=any(source in self.manifest.heads for source in named), sums=verify != "never")
         self._resident = Resident(folder, self.manifest)
         guesser = lambda source, horizons: Guesser(folder, self.manifest, self._resident, source, horizons)  # noqa: E731

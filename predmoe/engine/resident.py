@@ -185,7 +185,7 @@ class Guesser:
             held = manifest.heads.get(source)
             known = ", ".join(["none", "next_router", *manifest.heads, "oracle"])
             if held is None:
-                raise ConfigError(f"the export has no predictor {source!r}; it has {known}" + ("" if manifest.heads else " (heads are exported with --heads)"))
+                raise ConfigError(f"the export has no predictor {source!r}; it has {known}" + ("" if manifest.heads else "; fitted ones come with a run that a notebook or `predmoe plan --train` has measured, or with --heads"))
             if missing := sorted(set(horizons) - set(held)):
                 raise ConfigError(f"the {source} predictor has no horizon {missing[0]}; it has {', '.join(map(str, held))}")
             depth = 2 if source == "ranking" else 1

@@ -13,6 +13,7 @@ from ..process import kernel_bytes, peak_resident_bytes
 from ..simulator import Compute, Ledger
 from ..simulator import diskqueue as dq
 from ..traces.schema import DECODE
+from .cache import slots_of
 
 if TYPE_CHECKING:
     from .decode import Engine
@@ -116,6 +117,9 @@ class Summary:
     hits: int
     ledger: Ledger
     buffer_bytes: int
+    buffer_experts: int             # cached experts that the buffers have room for, and reads at a time that they have room for beside them
+    buffer_reads: int
+    recorded: tuple[str, ...]       # predictors asked for the trace alone, at every token
     peak_resident_bytes: int
 
     @property
@@ -134,8 +138,11 @@ class Summary:
             ("hit rate", f"{shown(self.hit_rate, '.4f')} of {self.accesses:,} accesses"),
             ("prefetches", f"{ledger.issued} issued = {ledger.useful} useful + {ledger.late} late + {ledger.wasted} wasted + {ledger.cancelled} cancelled "
                            f"+ {ledger.resident} resident + {ledger.in_flight} in flight"),
-            ("memory", f"{self.buffer_bytes / 1e6:.1f} MB of expert buffers; peak resident {self.peak_resident_bytes / 1e6:,.0f} MB"),
+            ("memory", f"{self.buffer_bytes / 1e6:.1f} MB of expert buffers ({self.buffer_experts} cached experts, {self.buffer_reads} reads at a time); "
+                       f"peak resident {self.peak_resident_bytes / 1e6:,.0f} MB"),
         ]  # fmt: skip
+        if self.recorded:
+            lines.append(("recorded", f"what {', '.join(self.recorded)} foretell at every token, which takes time: the speed is not that of generating alone"))
         return "\n".join(f"{name:10} {text}" for name, text in lines)
 
 
@@ -152,5 +159,6 @@ def summarise(engine: Engine) -> Summary:
         read_bytes=demand + prefetch + preloaded, demand_bytes=demand, prefetch_bytes=prefetch, preloaded_bytes=preloaded,
         kernel_bytes=kernel_bytes() - engine.kernel_bytes_before if kernel_bytes() is not None else None, retried=engine.file.retried,
         accesses=int(counts[dq.ACCESSES]), hits=int(counts[dq.RESIDENT]), ledger=engine.experts.ledger(), buffer_bytes=engine.experts.buffers.bytes,
+        buffer_experts=slots_of(engine.cache_settings, engine.manifest), buffer_reads=engine.lanes, recorded=engine.recorded,
         peak_resident_bytes=peak_resident_bytes(),
     )  # fmt: skip
