@@ -27,7 +27,7 @@ BESIDE = {   # experiment -> findings that stand in a table of the paper (`paper
     "04_isolation": r"^Linear, |^Ranking MLP, gain|^On the joint backbone|^At h = \d+ the joint model's own head|^Under a fresh ranking MLP", "06_seeds": AGAIN + r"|^To find|^Standard deviations|^Pairing by seed",
     "07_controls": r"^Of the baseline model's|^Against the baseline, (joint|sticky [\d.]+ is)", "09_longer_training": r"^As it stands, joint training [^.]*hit@k|^With [\d.]+ times the tokens it [^.]*hit@k|^At h = \d+ sharper routers",
     "10_olmoe_lora": r"^Under a fresh linear|^In the arm|^Against the stock", "12_downstream": r"^Every task|normalised accuracy|^Joint training moves the accuracy|^The accuracy",
-    "13_olmoe_dose": r"^LoRA at weight|^Joint against baseline under the linear predictor|^Of what|^Against the stock", "14_ranking_seeds": AGAIN, "15_frontier": r"^On S[RC]",
+    "13_olmoe_dose": r"^The ranking MLP is|^LoRA at weight|^Joint against baseline under the linear predictor|^Of what|^Against the stock", "14_ranking_seeds": AGAIN, "15_frontier": r"^On S[RC]",
 }  # fmt: skip
 RUNNING = ("12_downstream",)   # whose findings are running text however many they are
 REWORDED = (   # what a sentence says beside a table or another sentence of the paper, and what is left of it here

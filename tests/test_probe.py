@@ -346,7 +346,7 @@ def test_what_cannot_be_used_is_told_in_one_sentence(folder, tmp_path, capsys, m
         (record("--model", folder, "--text", "the", long, *out), f"text 2 has {CONTEXT + 1} tokens, the model's context takes {CONTEXT}"),
         (record("--model", folder, "--text", "the", "", *out), "text 2 is empty"),
         (record("--model", folder, "--text-file", tmp_path / "bytes.txt", *out), "bytes.txt is not UTF-8 text"),
-        (record("--model", folder, "--text", "the", "a \udcff", *out), "text 2 is not UTF-8 text: character 3 is '\\udcff', half of a surrogate pair or a byte that cannot be read"),
+        (record("--model", folder, "--text", "the", "a \udcff", *out), "--text: it is not UTF-8 text: character 3 cannot be read"),
         (record("--model", folder, "--text-file", tmp_path / "nothing.txt", *out), "nothing.txt: No such file"),
         (record("--model", folder, *out), "--model needs text to record"),
         (record("--model", folder, "--text", "the"), "--model needs --out"),
