@@ -103,6 +103,14 @@ def write(path: Path | None, value: dict, *, markdown: str) -> None:
         path.write_text(json.dumps(value | {"markdown": f"{markdown.strip()}\n\n{machine}", "provenance": found}, indent=1) + "\n")
 
 
+def keep_memory() -> None:
+    """Start this command again with the memory settings of the run store's processes, which glibc reads at a process's start alone."""
+    from predmoe.runs import KEEP_MEMORY
+
+    if not KEEP_MEMORY.keys() <= os.environ.keys():
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], KEEP_MEMORY | os.environ)
+
+
 # --- child -------------------------------------------------------------------------------------------------------------
 
 
