@@ -203,6 +203,7 @@ def save_checkpoint(model: MoEModel, folder: str | Path) -> Path:
     weights = folder / "model.safetensors"
     partial = weights.with_suffix(".partial")
     save_file(to_olmoe(state, model.config), partial, metadata={"format": "pt"})
+    partial.chmod(0o644)   # the library leaves it to its owner alone
     partial.rename(weights)
     partial = folder / "config.partial"
     partial.write_text(json.dumps(olmoe_config(model.config), indent=2) + "\n")

@@ -60,7 +60,7 @@ def add(commands) -> None:
 def _probe(options) -> int:
     from .cli_traces import may_write
     from .config import DataConfig, PosthocConfig
-    from .hf_models import load, seems_foreign, tokenizer_of
+    from .hf_models import seems_foreign, tokenizer_of
     from .hf_record import save_heads
     from .probe import ProbeConfig, probe, table
 
@@ -73,7 +73,7 @@ def _probe(options) -> int:
                                            eval_every=max(1, min(PosthocConfig.eval_every, options.max_steps))),
                          memory=int(options.memory_mb * 1e6), scratch=str(options.scratch) if options.scratch else None)  # fmt: skip
     say = (lambda line: None) if options.quiet else lambda line: print(line, file=sys.stderr, flush=True)
-    backbone = load(options.model, dtype=options.dtype or "auto", device=options.device or "cpu")
+    backbone = _load(options, say)
     result, fitted = probe(backbone, tokenizer_of(options.model, options.tokenizer), config, name=options.model, progress=say)
     sizes = backbone.config
     print(f"{options.model}: {sizes.num_layers} MoE layers of {backbone.model_layers} x {sizes.num_experts} experts, top-{sizes.top_k}; "
@@ -98,7 +98,7 @@ def record(options):
     """What `trace record --model` does; returns the trace that it has written."""
     from . import traces
     from .cli_traces import may_write
-    from .hf_models import load, tokenizer_of
+    from .hf_models import tokenizer_of
     from .hf_record import record_texts
 
     others = {"profile": options.profile, "arm": options.arm, "seed": options.seed, "set": options.changes, "generated": options.generated or None, "per-domain": options.per_domain,
@@ -118,12 +118,21 @@ def record(options):
         if not (equals and file):
             raise ConfigError(f"--heads {given!r} is not KIND=FILE, such as ranking=heads.safetensors")
         heads[kind] = Path(file)
-    backbone = load(options.model, dtype=options.dtype or "auto", device=options.device or "cpu")
+    backbone = _load(options, lambda line: print(line, file=sys.stderr, flush=True))
     called = Path(options.model).resolve().name if Path(options.model).exists() else options.model   # where it lies is nobody's business
     trace = record_texts(backbone, tokenizer_of(options.model, options.tokenizer), texts, names, model=called, prompt=options.prompt, tokens=options.tokens,
                          horizons=options.horizon, heads=heads, guesses=options.guesses)  # fmt: skip
     traces.save(trace, options.out)
     return trace
+
+
+def _load(options, say):
+    """The model that the options name. Of a hub's it is told before, as the libraries ask for a minute until they give a hub up."""
+    from .hf_models import checkpoint_folder, load
+
+    if not Path(checkpoint_folder(options.model)).exists():
+        say(f"{options.model} is no folder here: asking the hub for it, a minute at least where there is no network")
+    return load(options.model, dtype=options.dtype or "auto", device=options.device or "cpu")
 
 
 def _read(path: Path) -> str:

@@ -257,5 +257,6 @@ def say_harness(arms: Sequence[Mapping]) -> str:
         return "The harness's own transformers class was not asked (peer_items: 0)."
     total = {name: sum(found[name] for found in checks) for name in ("items", "judged_otherwise", "apart")}
     ties = f" In {total['apart']} of them a router's choice is a tie but for rounding, which each breaks its own way." if total["apart"] else ""
-    return (f"Of {total['items']:,} items that the harness's own transformers class scored as well, it judged {total['judged_otherwise']} otherwise than our adaptor; "
+    but = f", but for {otherwise}" if (otherwise := total["judged_otherwise"]) else ""
+    return (f"The harness's own transformers class, asked as well, judges all of {total['items']:,} items as our adaptor does{but}; "
             f"the largest difference of a log-likelihood is {max(found['largest_difference'] for found in checks):.1e} nats{', those with a tie apart' if ties else ''}.{ties}")   # fmt: skip

@@ -32,6 +32,7 @@ def save_heads(fitted: dict[str, Predictor], folder: Path) -> list[Path]:
         paths.append(folder / f"{kind}.safetensors")
         partial = paths[-1].with_suffix(".partial")
         save_file({key: tensor.detach().cpu().contiguous() for key, tensor in predictor.state_dict().items()}, partial)
+        partial.chmod(0o644)   # the library leaves it to its owner alone
         os.replace(partial, paths[-1])
     return paths
 

@@ -362,8 +362,10 @@ class Trainer:
             try:
                 checkpoint.mkdir(exist_ok=True)
                 if predictor is not None:
-                    save_file(predictor.state_dict(), checkpoint / "predictor.partial")
-                    (checkpoint / "predictor.partial").replace(checkpoint / "predictor.safetensors")
+                    partial = checkpoint / "predictor.partial"
+                    save_file(predictor.state_dict(), partial)
+                    partial.chmod(0o644)   # the library leaves it to its owner alone
+                    partial.replace(checkpoint / "predictor.safetensors")
                 save_checkpoint(model, checkpoint)
                 write_json(self.folder / "timing.json", self.timing())
                 finished = {"val_loss": result["val_loss"], "data_hash": self.tokens.hash, "weights": weights_hash(checkpoint)}

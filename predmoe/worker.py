@@ -120,6 +120,7 @@ def measure_run(folder: Path, config: RunConfig, posthoc: PosthocConfig, target:
         partial = final.with_suffix(".partial")
         try:
             save_file(predictor.state_dict(), partial)
+            partial.chmod(0o644)   # the library leaves it to its owner alone
         except Exception:
             partial.unlink(missing_ok=True)   # a full disk needs the room
             raise

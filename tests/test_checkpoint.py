@@ -319,3 +319,4 @@ def test_a_checkpoint_saved_over_shards_is_the_one_that_is_loaded(tmp_path):
     save_checkpoint(ours, tmp_path)
     assert torch.equal(load_checkpoint(tmp_path).embed.weight, ours.embed.weight)
     assert torch.equal(olmoe(tmp_path).model.embed_tokens.weight, ours.embed.weight)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644   # others may load it: safetensors writes files for their owner alone

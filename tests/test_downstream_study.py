@@ -135,13 +135,13 @@ def test_the_tables_name_no_number_that_is_not_there():
 
 def test_models_that_answered_other_items_are_told_apart():
     arms = study(seeds=(0,))
-    assert downstream_study.same_items(arms) and downstream_study.equals_harness(arms) and "judged 0 otherwise" in downstream_study.say_harness(arms)
+    assert downstream_study.same_items(arms) and downstream_study.equals_harness(arms) and "items as our adaptor does;" in downstream_study.say_harness(arms)
     arms[1]["downstream"]["tasks"]["piqa"]["fingerprint"] = "f" * 12
     arms[1]["downstream"]["harness"]["piqa"]["judged_otherwise"] = 2
     arms[0]["downstream"]["harness"]["arc_easy"] |= {"apart": 2, "ties": 2}
     assert downstream_study.equals_harness(arms) and "In 2 of them a router's choice is a tie" in downstream_study.say_harness(arms)
     arms[0]["downstream"]["harness"]["arc_easy"]["ties"] = 1
-    assert not downstream_study.same_items(arms) and not downstream_study.equals_harness(arms) and "judged 2 otherwise" in downstream_study.say_harness(arms)
+    assert not downstream_study.same_items(arms) and not downstream_study.equals_harness(arms) and "items as our adaptor does, but for 2;" in downstream_study.say_harness(arms)
 
 
 def test_the_figure_has_a_panel_per_task_and_a_line_of_chance():
@@ -268,7 +268,7 @@ def test_the_notebook_tells_what_was_drawn(tmp_path, monkeypatch):
                 scope |= params | {"profile": "drawn"}
     found = results.load("drawn", "12_downstream")
     said = " ".join(found["findings"])
-    assert "Not run: PIQA (" in said and "joint training lowers it on HellaSwag" in said and "judged 0 otherwise" in said
+    assert "Not run: PIQA (" in said and "joint training lowers it on HellaSwag" in said and "items as our adaptor does;" in said
     assert {row["arm"] for row in found["arms"]} == {"baseline", "joint"} and len(found["arms"]) == 2 * len(params["seeds"])
     assert all("answers" not in row["downstream"] and "piqa" not in row["downstream"]["tasks"] for row in found["arms"])
     assert results.values_by_seed(found["arms"], "joint", "downstream.tasks.arc_easy.gold").keys() == set(params["seeds"])
