@@ -247,7 +247,7 @@ def _plan(options) -> int:
         try:
             if options.worker:
                 done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=nproc, engine=options.engine or "ddp")
-                report(f"this worker did {done} runs; nothing is left")
+                report(f"runs done by this worker: {done}; nothing is left")
             else:
                 plan.train(items, options.profile, parallel=parallel, report=report)
         except runs.RunFailed as error:
