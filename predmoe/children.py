@@ -59,8 +59,8 @@ def work_for_parent() -> dict[str, str]:
     return {PARENT: str(os.getpid())}
 
 
-def end_with_parent() -> None:
-    """End this process when the one that started it has ended, however it did, kill -9 included: nobody would wait for the result.
+def end_with_parent(folder: Path) -> None:
+    """End this process, which works on the run in `folder`, when the one that started it has ended, however it did, kill -9 included: nobody would wait for the result.
 
     Without effect where no parent of ours started it, as under torchrun on a cluster. What was saved stays, and a later call goes on from it.
     """
@@ -73,7 +73,7 @@ def end_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(LOOK_SECONDS)
         with contextlib.suppress(OSError):
-            say("the process that started this run has ended, and so does this one; the same command goes on from the last checkpoint")
+            say(f"the process that started this run has ended, and so does this one; {remains(folder)}")
         os._exit(FAILED)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -111,9 +111,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     except Stopped as stopped:
         number = signal.Signals(stopped.args[0])
         kept = "the last checkpoint and all that is finished are kept, and the same command goes on from there"
-        return _say(f"stopped by {number.name}; {kept if options.again == GOES_ON else options.again}", 128 + number)
+        return _say(f"stopped by {number.name}; {kept if options.again == GOES_ON else _again(options)}", 128 + number)
     except KeyboardInterrupt:
-        return _say(f"interrupted; {options.again}", 130)
+        return _say(f"interrupted; {_again(options)}", 130)
+
+
+def _again(options) -> str:
+    """What the same command would do: a sentence, or what finds it out once all has ended."""
+    return options.again() if callable(options.again) else options.again
 
 
 def _flush() -> None:
@@ -242,7 +247,7 @@ def _plan(options) -> int:
         try:
             if options.worker:
                 done = fleet.work(plan.wanted(items), store=runs.default_store(options.profile), report=report, nproc=nproc, engine=options.engine or "ddp")
-                report(f"this worker did {done} runs; nothing is left")
+                report(f"runs done by this worker: {done}; nothing is left")
             else:
                 plan.train(items, options.profile, parallel=parallel, report=report)
         except runs.RunFailed as error:
@@ -267,12 +272,15 @@ def _train(options) -> int:
     if options.seed is not None and changes.get("train", {}).get("seed", options.seed) != options.seed:
         raise ConfigError(f"--seed {options.seed} and --set train.seed={changes['train']['seed']} differ; give one of them")
     run_config = config.tier(options.tier, seed=options.seed, **changes)
-    from . import runs
+    from . import children, runs
 
     profile = {"a": "tier_a", "b": "tier_b"}.get(options.tier, options.tier)
+    store = options.store or runs.default_store(profile)
+    if run_config.finetune is None:   # a fine-tune goes on with the stock model, too, which has a folder of its own
+        options.again = lambda: children.remains(store / run_config.hash)
     several = {} if nproc == 1 else {"nproc": nproc, "engine": options.engine or "ddp"}
     try:
-        run = runs.get_or_train(run_config, store=options.store or runs.default_store(profile), report=lambda line: print(line, file=sys.stderr), **several)
+        run = runs.get_or_train(run_config, store=store, report=lambda line: print(line, file=sys.stderr), **several)
     except runs.RunFailed as error:
         return _say(str(error), 1)
     print(run.path)

@@ -37,7 +37,7 @@ def work(wanted: Wanted, *, store: Path, report: Callable[[str], None] = print, 
                 break
         else:
             if not waiting:
-                report(f"{len(left)} runs are left, all of them being worked on by others; waiting in case one of them dies")
+                report(f"runs left: {len(left)}, each being worked on by another worker; waiting in case one of these dies")
                 waiting = True
             time.sleep(LOOK_SECONDS)
             continue

@@ -69,6 +69,7 @@ def run(out: Path, *, tier: str = "a", seeds: Sequence[int] = (0, 1, 2), minutes
 
         found = throughput.measure(todo[0].run, peers=peers, say=report)
         write_json(out / SPEED, found | {"provenance": provenance.capture()})
+    write(out, todo, fit)   # now and after each arm: a call that is ended from outside comes no further
     for job in todo:
         if is_done(out, job, fit):
             if not keep_weights:   # of a call that ended between the trace and this
@@ -84,8 +85,8 @@ def run(out: Path, *, tier: str = "a", seeds: Sequence[int] = (0, 1, 2), minutes
             report(f"{job.arm}, seed {job.seed}: paused, goes on with the next call")
             break
         finish(out, job, fit, keep_weights=keep_weights, report=report)
+        write(out, todo, fit)
     missing = sum(not is_done(out, job, fit) for job in todo)
-    write(out, todo, fit)
     report(f"{len(todo) - missing} of {len(todo)} arms are done; {out / 'report.md'}")
     return missing
 
@@ -161,10 +162,14 @@ def write(out: Path, todo: Sequence[Job], fit: config.PosthocConfig) -> None:
             rows.append({"arm": job.arm, "seed": job.seed, "config_hash": job.run.hash, "val_loss": measured["val_loss"], "load_entropy": measured["load_entropy"],
                          "hit": measured["hit"], "tokens_per_second": measured["tokens_per_second"], "seconds": measured["seconds"]})  # fmt: skip
     speed = speed_of(out)
-    write_json(out / "results.json", {"arms": rows, "missing": [f"{job.arm}, seed {job.seed}" for job in todo if job.run.hash not in {row["config_hash"] for row in rows}],
-                                      "throughput": speed, "provenance": provenance.capture()})  # fmt: skip
+    missing = [f"{job.arm}, seed {job.seed}" for job in todo if job.run.hash not in {row["config_hash"] for row in rows}]
+    write_json(out / "results.json", {"arms": rows, "missing": missing, "throughput": speed, "provenance": provenance.capture()})
     horizons = [str(h) for h in todo[0].run.predictor.horizons]
-    lines = ["# Tier report", "", "| arm | seed | validation loss | " + " | ".join(f"ranking MLP, h = {h}" for h in horizons) + " | tokens/s in training |", "|---" * (4 + len(horizons)) + "|"]
+    first = todo[0].run
+    lines = ["# Tier report", "", f"Each arm: {first.train.steps:,} steps on the text {first.data.corpus}, from one random start per seed; settings.json has the rest. The ranking MLP's columns are "
+             "hit@k on held-out text, the share of a token's k experts in a layer that it names h layers ahead."]  # fmt: skip
+    lines += ["", f"Missing yet: {'; '.join(missing)}."] if missing else []
+    lines += ["", "| arm | seed | validation loss | " + " | ".join(f"ranking MLP, h = {h}" for h in horizons) + " | tokens/s in training |", "|---" * (4 + len(horizons)) + "|"]
     for row in rows:
         lines.append(f"| {row['arm']} | {row['seed']} | {row['val_loss']:.4f} | " + " | ".join(f"{row['hit']['ranking'][h]:.3f}" for h in horizons) + f" | {row['tokens_per_second']:,.0f} |")
     pairs = {seed: found for seed in {row["seed"] for row in rows} if len(found := {row["arm"]: row for row in rows if row["seed"] == seed}) == len(ARMS)}

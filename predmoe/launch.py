@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     options, rest = parser.parse_known_args(arguments)
     try:
-        end_with_parent()
+        end_with_parent(options.folder)
     except ConfigError as error:
         return last_words(str(error))
     os.environ |= work_for_parent()

@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder
     try:
-        end_with_parent()
+        end_with_parent(folder)
         config = read_config(folder / "config.json", RunConfig)
         with contextlib.ExitStack() as held:
             team = held.enter_context(distributed.team(config.train.device)) if distributed.world_size() > 1 else None

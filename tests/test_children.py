@@ -52,16 +52,18 @@ def test_an_error_that_hides_the_systems_own_is_told_by_that():
 PARENT = """
 import os, subprocess, sys, time
 from predmoe import children
-child = "from predmoe import children; import time; children.end_with_parent(); print('ready', flush=True); time.sleep(60)"
-process = subprocess.Popen([sys.executable, "-c", child], stdout=open(sys.argv[1], "w"), env=os.environ | children.work_for_parent())
+child = "from pathlib import Path; from predmoe import children; import sys, time; children.end_with_parent(Path(sys.argv[1]).parent); print('ready', flush=True); time.sleep(60)"
+process = subprocess.Popen([sys.executable, "-c", child, sys.argv[1]], stdout=open(sys.argv[1], "w"), env=os.environ | children.work_for_parent())
 print(process.pid, flush=True)
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_child_ends_with_its_parent_however_that_ends(tmp_path, how):
+@pytest.mark.parametrize("how, saved, said", [(signal.SIGTERM, True, "goes on from it"), (signal.SIGKILL, False, "no checkpoint exists yet, so the same command begins anew")])
+def test_a_child_ends_with_its_parent_however_that_ends(tmp_path, how, saved, said):
     log = tmp_path / "log.txt"
+    if saved:
+        (tmp_path / "state.pt").touch()
     with subprocess.Popen([sys.executable, "-c", PARENT, str(log)], stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
         try:
@@ -72,14 +74,14 @@ def test_a_child_ends_with_its_parent_however_that_ends(tmp_path, how):
             parent.send_signal(how)
             while not ended(child) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            assert ended(child) and "goes on from the last checkpoint" in log.read_text()
+            assert ended(child) and said in log.read_text()
         finally:
             parent.kill()
             if not ended(child):
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_process_that_no_run_started_has_nobody_to_end_with(monkeypatch):
+def test_a_process_that_no_run_started_has_nobody_to_end_with(tmp_path, monkeypatch):
     monkeypatch.delenv(children.PARENT, raising=False)
     monkeypatch.setattr(children.threading, "Thread", lambda **_: pytest.fail("it watches"))
-    children.end_with_parent()
+    children.end_with_parent(tmp_path)

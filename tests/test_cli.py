@@ -187,15 +187,20 @@ def test_a_signal_within_a_cell_is_one_sentence_and_ends_the_kernel(house, how, 
     assert gone(int((house.root / "started").read_text()))
 
 
-@ENDS
-def test_a_signal_while_training_is_one_sentence_and_ends_the_child(tmp_path, how, code, said):
-    """The child sleeps in the place of a worker: what it saves, and that it goes on to the same bits, is tested with the trainer."""
+NOTHING, SAVED = "no checkpoint exists yet, so the same command begins anew", "the last checkpoint stays, and the same command goes on from it"
+
+
+@pytest.mark.parametrize("how, code, kept, said", [
+    (signal.SIGINT, 130, "nothing", f"interrupted; {NOTHING}"), (signal.SIGTERM, 143, "state.pt", f"stopped by SIGTERM; {SAVED}"), (signal.SIGHUP, 129, "nothing", f"stopped by SIGHUP; {NOTHING}"),
+])  # fmt: skip
+def test_a_signal_while_training_is_one_sentence_and_ends_the_child(tmp_path, how, code, kept, said):
+    """The child sleeps in the place of a worker, with a checkpoint or without: what it saves, and that it goes on to the same bits, is tested with the trainer."""
     child = tmp_path / "python"
-    child.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/partial; mv {tmp_path}/partial {tmp_path}/started; exec sleep 400\n")
+    child.write_text(f'#!/bin/sh\ntouch "$3/{kept}"; echo $$ > {tmp_path}/partial; mv {tmp_path}/partial {tmp_path}/started; exec sleep 400\n')
     child.chmod(0o755)
     program = "import sys; from predmoe import cli, runs; runs.sys.executable = sys.argv[1]; sys.exit(cli.main(['train', '--store', sys.argv[2]]))"
     command = [sys.executable, "-c", program, str(child), str(tmp_path / "store")]
-    assert ended(command, how, lambda: (tmp_path / "started").exists()) == (code, said)
+    assert ended(command, how, lambda: (tmp_path / "started").exists()) == (code, f"predmoe: {said}\n")
     assert gone(int((tmp_path / "started").read_text()))
 
 

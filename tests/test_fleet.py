@@ -186,4 +186,4 @@ def test_the_command_works_off_what_is_missing(monkeypatch, tmp_path, capsys):
     arguments = ["plan", "--profile", "smoke", "--only", "01", "--run", "--worker"]
     assert cli.main(arguments) == 0
     count = len({run for word, run in witness(tmp_path) if word == "end"})
-    assert count >= 2 and f"this worker did {count} runs; nothing is left" in capsys.readouterr().err
+    assert count >= 2 and f"runs done by this worker: {count}; nothing is left" in capsys.readouterr().err

@@ -112,7 +112,25 @@ def test_a_call_that_is_ended_anywhere_is_gone_on_with(stages, tmp_path, when):
     assert len(list((tmp_path / "out" / "traces").glob("*"))) == 2
     assert not list((tmp_path / "out").rglob("model.safetensors")) and not list((tmp_path / "out").rglob("*partial*"))
     done.clear()
-    assert call() == 0 and done == ["discard", "discard", "write"]   # nothing is made twice
+    assert call() == 0 and done == ["write", "discard", "discard"]   # nothing is made twice
+
+
+def test_a_call_that_is_ended_leaves_the_report_of_what_is_done(stages, tmp_path, monkeypatch):
+    call, end_at, _ = stages
+    finish = gpu_report.finish
+
+    def then_end(*arguments, **keywords):
+        finish(*arguments, **keywords)
+        end_at[0] = "before train"
+
+    monkeypatch.setattr(gpu_report, "finish", then_end)
+    with pytest.raises(Interrupted):
+        call()
+    report = tmp_path / "out" / "report.md"
+    assert "| baseline | 0 |" in report.read_text() and "Missing yet: joint, seed 0.\n" in report.read_text()
+    end_at[0] = None
+    monkeypatch.setattr(gpu_report, "finish", finish)
+    assert call() == 0 and "| joint | 0 |" in report.read_text() and "Missing" not in report.read_text()
 
 
 def test_a_damaged_table_of_throughput_is_a_sentence_and_another_device_has_its_own(stages, tmp_path):

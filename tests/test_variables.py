@@ -78,10 +78,10 @@ def test_a_port_that_is_taken_is_told(monkeypatch):
             pass
 
 
-def test_a_parent_that_is_no_process_is_told(monkeypatch):
+def test_a_parent_that_is_no_process_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv(children.PARENT, "me")
     with pytest.raises(ConfigError, match="PREDMOE_PARENT='me' must be a whole number"):
-        children.end_with_parent()
+        children.end_with_parent(tmp_path)
 
 
 def test_another_profiles_file_is_the_repositorys_where_the_named_folder_lacks_it(tmp_path, monkeypatch):
