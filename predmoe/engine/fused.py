@@ -86,47 +86,43 @@ def nothing() -> Net:
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------------------
 
+# Rows are sliced before a loop over them: of flat[at + j] the compiler must ask for each entry whether its index counts from the end, and reads them
+# one by one.
+
 @kernel
 def _times(flat, first, rows, columns, x, y):
-    """y = M x, where M (rows, columns) begins at flat[first]. Four rows at a time share the reading of x."""
-    fours = rows // 4 * 4
-    for i in range(0, fours, 4):
-        a = b = c = d = float32(0)
-        at = first + i * columns
+    """y = M x, where M (rows, columns) begins at flat[first]. Row after row, so that memory is read in one stream."""
+    x = x[:columns]
+    for i in range(rows):
+        row = flat[first + i * columns : first + (i + 1) * columns]
+        total = float32(0)
         for j in range(columns):
-            v = x[j]
-            a += flat[at + j] * v
-            b += flat[at + columns + j] * v
-            c += flat[at + 2 * columns + j] * v
-            d += flat[at + 3 * columns + j] * v
-        y[i], y[i + 1], y[i + 2], y[i + 3] = a, b, c, d
-    for i in range(fours, rows):
-        a = float32(0)
-        for j in range(columns):
-            a += flat[first + i * columns + j] * x[j]
-        y[i] = a
+            total += row[j] * x[j]
+        y[i] = total
 
 
 @kernel
-def _norm(x, first, n, weight, weight_first, eps, y, y_first):
-    """RMSNorm."""
+def _norm(x, weight, eps, y):
+    """y = RMSNorm of x, weighted, over the length of the weight."""
+    n = len(weight)
     total = float32(0)
     for j in range(n):
-        total += x[first + j] * x[first + j]
+        total += x[j] * x[j]
     scale = float32(1) / math.sqrt(total / float32(n) + float32(eps))
     for j in range(n):
-        y[y_first + j] = x[first + j] * weight[weight_first + j] * scale
+        y[j] = x[j] * weight[j] * scale
 
 
 @kernel
-def _rotated(x, first, heads, cos, sin, y):
-    """y (H, C) = RoPE of the H heads that begin at x[first]."""
-    C = len(cos)
+def _rotated(x, cos, sin, y):
+    """y (H, C) = RoPE of the H heads in x (H C)."""
+    H, C = y.shape
     half = C // 2
-    for h in range(heads):
+    for h in range(H):
+        head = x[h * C : (h + 1) * C]
         for c in range(C):
             other = c + half if c < half else c - half
-            y[h, c] = x[first + h * C + c] * cos[c] + x[first + h * C + other] * sin[c]
+            y[h, c] = head[c] * cos[c] + head[other] * sin[c]
 
 
 @kernel
@@ -135,11 +131,13 @@ def _attention(q, keys, values, length, heads, scores, y):
     C = keys.shape[2]
     scale = float32(1.0 / math.sqrt(C))
     for h in range(heads):
+        query, out = q[h * C : (h + 1) * C], y[h * C : (h + 1) * C]
         most = float32(-np.inf)
         for t in range(length):
+            key = keys[t, h]
             total = float32(0)
             for c in range(C):
-                total += q[h * C + c] * keys[t, h, c]
+                total += query[c] * key[c]
             scores[t] = total * scale
             most = max(most, scores[t])
         total = float32(0)
@@ -147,11 +145,11 @@ def _attention(q, keys, values, length, heads, scores, y):
             scores[t] = math.exp(scores[t] - most)
             total += scores[t]
         for c in range(C):
-            y[h * C + c] = float32(0)
+            out[c] = float32(0)
         for t in range(length):
-            share = scores[t] / total
+            share, value = scores[t] / total, values[t, h]
             for c in range(C):
-                y[h * C + c] += share * values[t, h, c]
+                out[c] += share * value[c]
 
 
 @kernel
@@ -201,8 +199,9 @@ def _gelu(x, bias, n):
 @kernel
 def _swiglu(both, n, y):
     """y = silu(gate) * up, of gate and up one after another."""
+    gate, up = both[:n], both[n : 2 * n]
     for j in range(n):
-        y[j] = both[j] / (float32(1) + math.exp(-both[j])) * both[n + j]
+        y[j] = gate[j] / (float32(1) + math.exp(-gate[j])) * up[j]
 
 
 # --- parts of a layer -------------------------------------------------------------------------------------------------------------
@@ -213,22 +212,23 @@ def attended(net, layer):
     D, E, K, H = len(net.x), len(net.taken), net.gates.shape[1], net.heads
     C, length = D // H, net.at[LENGTH]
     a, b, c = net.room[0], net.room[1], net.room[2]
-    _norm(net.x, 0, D, net.attention_norm[layer], 0, net.eps, a, 0)
+    _norm(net.x, net.attention_norm[layer], net.eps, a)
     _times(net.qkv[layer], 0, 3 * D, D, a, b)
-    _norm(b, 0, D, net.qk_norm[layer], 0, net.eps, b, 0)
-    _norm(b, D, D, net.qk_norm[layer], D, net.eps, b, D)
+    query, key, value = b[:D], b[D : 2 * D], b[2 * D : 3 * D]
+    _norm(query, net.qk_norm[layer][:D], net.eps, query)
+    _norm(key, net.qk_norm[layer][D:], net.eps, key)
     keys, values = net.keys[layer], net.values[layer]
-    _rotated(b, D, H, net.cos[length], net.sin[length], keys[length])
-    query = net.room[3][:D].reshape(H, C)
-    _rotated(b, 0, H, net.cos[length], net.sin[length], query)
+    _rotated(key, net.cos[length], net.sin[length], keys[length])
+    _rotated(query, net.cos[length], net.sin[length], net.room[3][:D].reshape(H, C))
     for h in range(H):
+        head = value[h * C : (h + 1) * C]
         for i in range(C):
-            values[length, h, i] = b[2 * D + h * C + i]
+            values[length, h, i] = head[i]
     _attention(net.room[3], keys, values, length + 1, H, c, a)
     _times(net.out[layer], 0, D, D, a, b)
     _add(net.x, b, D)
     m = net.hidden[layer]
-    _norm(net.x, 0, D, net.moe_norm[layer], 0, net.eps, m, 0)
+    _norm(net.x, net.moe_norm[layer], net.eps, m)
     _times(net.router[layer], 0, E, D, m, a)
     _softmax(a, E, b)
     if not _best(b, E, K, net.taken, net.chosen[layer]):
@@ -299,5 +299,5 @@ def mixed(net, layer):
 @compiled
 def logits(net):
     D = len(net.x)
-    _norm(net.x, 0, D, net.norm[0], 0, net.eps, net.room[0], 0)
+    _norm(net.x, net.norm[0], net.eps, net.room[0])
     _times(net.head[0], 0, len(net.logits), D, net.room[0], net.logits)
