@@ -1,6 +1,7 @@
 """Two processes that share a batch (DDP, gloo) against one with one thread, and what the prediction term costs, at the size of the cpu tier.
 
-The contenders take turns, round by round, and medians are compared. A machine that does other work distorts the first table.
+Beside them two processes with half of a batch each that share nothing: what is lacking there to twice the speed of one is the machine's (both cores
+have one memory, and half a batch makes smaller products) and the optimizer's (each updates all weights), the rest is communication. The contenders take turns, round by round, and medians are compared. A machine that does other work distorts the first table.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from pathlib import Path
 
 from steps import JOINT, OURS, Stepper, arguments, config_of, markdown, median, write
+
+GOAL = 1.6   # times one process, of two under DDP
 
 
 def rank(spec: dict) -> None:
@@ -90,28 +93,39 @@ def main() -> None:
     from predmoe import budget
 
     single, joint = (Stepper(name, size="cpu", threads=1, warmup=options.warmup) for name in (OURS, JOINT))
+    sequences = config_of("cpu", threads=1).train.batch_size
+    halves = [Stepper(OURS, size="cpu", threads=1, warmup=options.warmup, batch_size=sequences // 2) for _ in range(2)]
     pairs = [Pair(engine, options) for engine in options.engines]
     for turn in range(options.rounds):
         for stepper in ((single, joint), (joint, single))[turn % 2]:   # neither is always first
             stepper.rounds.append(stepper.ask({"steps": options.steps}))
+        for half in halves:
+            half.send({"steps": options.steps})
+        for half in halves:
+            half.rounds.append(half.receive())
         for pair in pairs:
             pair.ask()
     tokens = single.tokens_per_step
+    apart = statistics.median(max(a["wall"], b["wall"]) for a, b in zip(*(half.rounds for half in halves)))
     alone, term = median(single.rounds, "wall"), median(joint.rounds, "wall")
     speed = [{"processes": "1, one thread", "tokens/s": f"{tokens / alone:,.0f}", "of one process": "1.00x"}]
     for pair in pairs:
         seconds = statistics.median(pair.rounds)
         speed.append({"processes": f"2, one thread each ({pair.engine}, gloo)", "tokens/s": f"{tokens / seconds:,.0f}", "of one process": f"{alone / seconds:.2f}x"})
+    speed.append({"processes": "2, one thread each, half a batch and nothing shared", "tokens/s": f"{tokens / apart:,.0f}", "of one process": f"{alone / apart:.2f}x"})
+    reached = [f"Two processes under DDP were meant to be {GOAL} times as fast as one and are {'not' if alone / seconds < GOAL else 'so'} ({alone / seconds:.2f}x); "
+               f"two that share nothing, which is the most that DDP could reach here, are {alone / apart:.2f}x as fast."
+               for pair in pairs if pair.engine == "ddp" for seconds in [statistics.median(pair.rounds)]]  # fmt: skip
     operations = budget.flops_per_token(config_of("cpu", threads=1, joint=True))
     ratios = statistics.median(b["wall"] / a["wall"] for a, b in zip(single.rounds, joint.rounds)) - 1   # round by round, since the machine's speed drifts
     cost = (f"The prediction term at full weight takes {ratios:+z.1%} of a step of the cpu tier (one thread), {operations['term'] / operations['model']:.1%} of its operations.")
-    for stepper in (single, joint):
+    for stepper in (single, joint, *halves):
         stepper.end()
     for pair in pairs:
         pair.end()
-    text = f"{markdown(speed)}\n\n{cost}"
+    text = "\n\n".join([markdown(speed), *reached, cost])
     print(text)
-    write(options.json, {"alone": single.rounds, "joint": joint.rounds, "seconds": {"one": alone, "joint": term}, "pairs": {p.engine: p.rounds for p in pairs}, "operations": operations}, markdown=text)
+    write(options.json, {"alone": single.rounds, "joint": joint.rounds, "halves": [half.rounds for half in halves], "seconds": {"one": alone, "joint": term, "apart": apart}, "pairs": {p.engine: p.rounds for p in pairs}, "operations": operations}, markdown=text)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def work(wanted: Wanted, *, store: Path, report: Callable[[str], None] = print, 
             continue
         done += mine == ""
         if mine:
+            report(f"failed here, and left to other workers: {mine}")   # the end may be hours away
             failed.append(mine)
             left.remove(job)
     if failed:

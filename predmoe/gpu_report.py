@@ -163,10 +163,11 @@ def write(out: Path, todo: Sequence[Job], fit: config.PosthocConfig) -> None:
                          "hit": measured["hit"], "tokens_per_second": measured["tokens_per_second"], "seconds": measured["seconds"]})  # fmt: skip
     speed = speed_of(out)
     missing = [f"{job.arm}, seed {job.seed}" for job in todo if job.run.hash not in {row["config_hash"] for row in rows}]
-    write_json(out / "results.json", {"arms": rows, "missing": missing, "throughput": speed, "provenance": provenance.capture()})
+    made_by = provenance.capture()
+    write_json(out / "results.json", {"arms": rows, "missing": missing, "throughput": speed, "provenance": made_by})
     horizons = [str(h) for h in todo[0].run.predictor.horizons]
     first = todo[0].run
-    lines = ["# Tier report", "", f"Each arm: {first.train.steps:,} steps on the text {first.data.corpus}, from one random start per seed; settings.json has the rest. The ranking MLP's columns are "
+    lines = ["# Tier report", "", f"Each arm: {first.train.steps:,} steps on the text {first.data.corpus}, from one random start per seed; settings.json has the rest. Code: {made_by['commit']}. The ranking MLP's columns are "
              "hit@k on held-out text, the share of a token's k experts in a layer that it names h layers ahead."]  # fmt: skip
     lines += ["", f"Missing yet: {'; '.join(missing)}."] if missing else []
     lines += ["", "| arm | seed | validation loss | " + " | ".join(f"ranking MLP, h = {h}" for h in horizons) + " | tokens/s in training |", "|---" * (4 + len(horizons)) + "|"]

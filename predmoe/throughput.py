@@ -46,7 +46,8 @@ def measure(config: RunConfig, *, rounds: int = ROUNDS, steps: int = STEPS, warm
             step = make()
             for _ in range(warmup):
                 step()
-            seconds = statistics.median(_timed(step, steps, device) for _ in range(rounds))
+            taken = [_timed(step, steps, device) for _ in range(rounds)]
+            seconds = statistics.median(taken)
         except (RuntimeError, ValueError, ImportError, NotImplementedError) as error:
             rows.append({"contender": name, "refused": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"})
             continue
@@ -54,7 +55,7 @@ def measure(config: RunConfig, *, rounds: int = ROUNDS, steps: int = STEPS, warm
         per_token = budget.flops_per_token(joint if name == JOINT else plain)
         flops = sum(per_token.values()) * tokens / seconds
         running[name] = seconds
-        rows.append({"contender": name, "seconds": seconds, "tokens_per_second": tokens / seconds, "tflops": flops / 1e12, "share_of_peak": flops / peak,
+        rows.append({"contender": name, "seconds": seconds, "rounds": taken, "tokens_per_second": tokens / seconds, "tflops": flops / 1e12, "share_of_peak": flops / peak,
                      "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device.startswith("cuda") else None})  # fmt: skip
         del step
         if device.startswith("cuda"):
@@ -135,7 +136,11 @@ def table(found: dict) -> str:
         memory = f"{row['peak_memory_gb']:.1f} GB" if row["peak_memory_gb"] is not None else ""
         lines.append(f"| {row['contender']} | {row['tokens_per_second']:,.0f} | {row['tflops']:.3g} | {row['share_of_peak']:.0%} | {memory} |")
     said = f"Peak of matrix products in the same run: {found['peak_tflops']:.3g} TFLOP/s ({found['dtype']}). The term takes {found['term_share_of_step']:+z.1%} of a step, "
-    said += f"{found['term_share_of_operations']:.2%} of its operations."
+    said += f"{found['term_share_of_operations']:.2%} of its operations"
+    ours = [row["rounds"] for row in found["rows"] if row["contender"] in (OURS, JOINT) and "rounds" in row]   # none in a table of before they were kept
+    if ours:
+        said += f"; rounds of the same step differ by up to {max((max(taken) - min(taken)) / statistics.median(taken) for taken in ours):.0%}"
+    said += "."
     if found["fastest_peer"]:
         said += f" Ours is {found['of_the_fastest_peer']:.2f}x as fast as {found['fastest_peer']}."
     return "\n".join(lines) + f"\n\n{said}"

@@ -54,7 +54,8 @@ def worker(environment, path, wanted, store, start, options):
     runs.POLL_SECONDS, fleet.LOOK_SECONDS = 0.02, 0.05
     runs._start = start or functools.partial(runs._start, options=options)
     try:
-        fleet.work(wanted, store=store, report=lambda line: None)
+        with (store / f"said-{os.getpid()}").open("a") as said:
+            fleet.work(wanted, store=store, report=lambda line: print(line, file=said))
     except runs.RunFailed as error:
         (store / f"failed-{os.getpid()}").write_text(str(error))
         sys.exit(3)
@@ -110,7 +111,7 @@ def test_a_run_that_fails_stops_nobody_and_is_told_at_the_end(tmp_path):
     for process in workers:
         process.join(240)
     assert [process.exitcode for process in workers] == [3, 3]   # each has tried it
-    assert all(f"run {wanted[1][0].hash} failed: a broken run" in file.read_text() for file in tmp_path.glob("failed-*"))
+    assert all(f"run {wanted[1][0].hash} failed: a broken run" in file.read_text() for file in (*tmp_path.glob("failed-*"), *tmp_path.glob("said-*")))   # at once and at the end
     assert sorted(run for word, run in witness(tmp_path) if word == "end") == sorted(config.hash for i, (config, _) in enumerate(wanted) if i != 1)
 
 
