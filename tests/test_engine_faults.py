@@ -150,7 +150,7 @@ def test_a_read_only_model_can_be_run(tmp_path):
 def test_more_memory_than_there_is_is_one_sentence(monkeypatch):
     import mmap
 
-    def none(*_):
+    def none(*_, **__):
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:

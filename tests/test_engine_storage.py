@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -179,8 +180,23 @@ def test_buffers_are_aligned_apart_and_no_more_than_asked_for(alignment):
     assert not buffers.array(1).any()
 
 
+def test_large_buffers_ask_for_huge_pages_and_take_no_more_memory_than_they_have():
+    buffers = Buffers(50, 111_000, 4096)
+    address, parts, now = buffers.array(0).ctypes.data, {}, None
+    for line in Path("/proc/self/smaps").read_text().splitlines():   # the mapping is in parts, one of which asks for them
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            low, high = (int(end, 16) for end in line.split()[0].split("-"))
+            now = (low, high) if low < address + buffers.bytes and high > address else None
+        elif now:
+            name, value = line.split(":", 1)
+            parts.setdefault(now, {})[name] = value.strip()
+    assert address % (2 << 20) == 0 and not buffers.whole.any()
+    assert any("hg" in part["VmFlags"].split() for part in parts.values()) or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert sum(int(part["Rss"].split()[0]) for part in parts.values()) * 1024 <= buffers.bytes + 4096
+
+
 def test_memory_that_cannot_be_had_is_one_sentence(monkeypatch):
-    def none(*_):
+    def none(*_, **__):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", none)

@@ -6,6 +6,7 @@ buffered, and that is said at once, kept in `mode`, and told in every summary.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -22,6 +23,7 @@ from .layout import aligned
 
 DIRECT, BUFFERED = "direct", "buffered"
 USUAL_ALIGNMENT = 4096   # tried where the kernel does not say
+_HUGE = 2 << 20          # a huge page, of x86 and most others
 RETRIES = 1              # a read that fails with EIO is tried once more
 _STATX_DIOALIGN, _AT_EMPTY_PATH, _STATX_BYTES = 0x2000, 0x1000, 256
 _MASK_AT, _MEMORY_AT, _OFFSET_AT = 0, 152, 156   # of struct statx (statx(2)): stx_mask, stx_dio_mem_align, stx_dio_offset_align
@@ -59,18 +61,24 @@ def alignment_of(descriptor: int) -> Alignment | None:
 class Buffers:
     """`count` equal buffers of at least `size` bytes in one anonymous mapping, each aligned in memory; never more.
 
-    `array(i)` is buffer i as uint8. Raises ConfigError where the memory cannot be had.
+    `array(i)` is buffer i as uint8. They lie in huge pages where the system has them, else in pages taken in order: a direct read into pages that lie scattered in
+    the machine's memory takes half as long again. Raises ConfigError where the memory cannot be had.
     """
 
     def __init__(self, count: int, size: int, alignment: int):
         self.stride = aligned(size, alignment)
         self.count, self.bytes = count, count * self.stride
         try:
-            self._mapping = mmap.mmap(-1, self.bytes + alignment)
+            border = max(alignment, _HUGE) if self.bytes >= _HUGE else alignment
+            self._mapping = mmap.mmap(-1, self.bytes + border, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)   # what lies before the border is never touched
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(f"no memory for {count} expert buffers of {self.stride} bytes ({self.bytes / 1e6:,.0f} MB): {error}; take a smaller cache") from None
         whole = np.frombuffer(self._mapping, np.uint8)
-        first = -whole.ctypes.data % alignment
+        first = -whole.ctypes.data % border
+        if self.bytes >= _HUGE:
+            with contextlib.suppress(OSError):   # a kernel without them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE, first, self.bytes // _HUGE * _HUGE)   # whole ones only: the last, in part ours, would take more than asked for
+        whole[first : first + self.bytes : mmap.PAGESIZE] = 0
         self.whole = whole[first : first + self.bytes].reshape(count, self.stride)   # uint8 [count, stride]
 
     def array(self, index: int) -> np.ndarray:
