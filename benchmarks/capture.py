@@ -3,7 +3,7 @@
 In each round a captured pass and two plain ones take turns on the same batch: the round's cost is the captured over the mean of the plain
 ones, and quoted is the median over the rounds with its distribution-free 95% interval. One plain pass against the other, in the same way, says
 how far the machine's own noise goes. The process keeps its freed memory, as the run store's do: without it glibc hands large blocks back to
-the system, and a pass is charged some 30,000 page faults, a third of its time, that come and go with the layout of its heap.
+the system, and a pass is charged thousands of page faults that come and go with the layout of its heap.
 """
 
 from __future__ import annotations

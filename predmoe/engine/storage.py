@@ -62,7 +62,7 @@ class Buffers:
     """`count` equal buffers of at least `size` bytes in one anonymous mapping, each aligned in memory; never more.
 
     `array(i)` is buffer i as uint8. They lie in huge pages where the system has them, else in pages taken in order: a direct read into pages that lie scattered in
-    the machine's memory takes half as long again. Raises ConfigError where the memory cannot be had.
+    the machine's memory takes longer. Raises ConfigError where the memory cannot be had.
     """
 
     def __init__(self, count: int, size: int, alignment: int):
